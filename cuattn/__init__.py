@@ -13,6 +13,7 @@ Examples
 
 from cuattn import errors, masks
 from cuattn.api import attention, backward, forward, merge, plan
+from cuattn.derivatives import backward_jvp, double_backward, jvp
 from cuattn.errors import (
     ArgumentError,
     CompileError,
@@ -25,7 +26,7 @@ from cuattn.errors import (
 from cuattn.masks import BlockMask, ColumnMask
 from cuattn.plans import Plan
 from cuattn.problem import Origin
-from cuattn.results import Forward, Gradients
+from cuattn.results import DoubleGradients, Forward, Gradients, Jvp
 from cuattn.rng import RNGState
 
 __version__ = "0.1.0"
@@ -36,9 +37,11 @@ __all__ = [
     "ColumnMask",
     "CompileError",
     "CuattnError",
+    "DoubleGradients",
     "DtypeError",
     "Forward",
     "Gradients",
+    "Jvp",
     "MaskError",
     "Origin",
     "Plan",
@@ -47,8 +50,11 @@ __all__ = [
     "UnsupportedError",
     "attention",
     "backward",
+    "backward_jvp",
+    "double_backward",
     "errors",
     "forward",
+    "jvp",
     "masks",
     "merge",
     "plan",

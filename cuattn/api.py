@@ -1,4 +1,4 @@
-"""The public functions: attention, forward, backward, merge, plan."""
+"""The public functions: attention, forward, backward, merge, plan; :mod:`cuattn.derivatives` has the others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cuattn import dispatch
 from cuattn.dispatch import Call
 from cuattn.errors import ArgumentError, DtypeError, shown
 from cuattn.plans import Plan
-from cuattn.problem import BACKWARD, FORWARD, OPERATIONS, Options, Origin
-from cuattn.results import Forward, Gradients
+from cuattn.problem import BACKWARD, FORWARD, JVP, OPERATIONS, Options, Origin
+from cuattn.results import Forward, Gradients, Jvp
 from cuattn.rng import RNGState, recorded
 
 ArrayT = TypeVar("ArrayT")
@@ -62,6 +62,10 @@ _SHARED = {
         The kernel family; None lets the plan choose.""",
     "origin": """origin : Origin, optional
         Where the call's part stands in a larger problem that is computed in parts; see :class:`Origin`.""",
+    "tangents": """tq, tk, tv, tbias : array, optional
+        Tangents of q, k, v and bias, each of its operand's shape and dtype.  None is a tangent of 0 and costs nothing.
+    tscore_args : sequence, optional
+        Tangents of `score_args`, one entry each: an array like the argument, or None.""",
     "errors": """ShapeError, DtypeError, ArgumentError, MaskError
         When an argument does not fit; the message names it, its value and what was expected.
     UnsupportedError
@@ -70,14 +74,14 @@ _SHARED = {
 }
 
 
-def _public(function: Function) -> Function:
+def public(function: Function) -> Function:
     """Fill the paragraphs that the public functions share into a docstring."""
     for name, text in _SHARED.items():
         function.__doc__ = (function.__doc__ or "").replace(f"<{name}>", text)
     return function
 
 
-@_public
+@public
 def attention(
     q: ArrayT,
     k: ArrayT,
@@ -148,7 +152,7 @@ def attention(
     return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))[0][0]
 
 
-@_public
+@public
 def forward(
     q: ArrayT,
     k: ArrayT,
@@ -218,7 +222,7 @@ def forward(
     return Forward(*results, rng_state=state)
 
 
-@_public
+@public
 def backward(
     do: ArrayT,
     q: ArrayT,
@@ -252,7 +256,7 @@ def backward(
     do : array, (..., Hq, Nq, dv)
         Gradient with respect to o, of q's dtype.
     <operands>
-    fwd : Forward
+    fwd : Forward or Jvp
         The forward's result, or any ``(o, l, m, rng_state)``: merged over shards, say.  Dropout is replayed from its
         ``rng_state``.
     <mask>
@@ -298,36 +302,45 @@ def backward(
     >>> cuattn.backward(np.ones_like(fwd.o), q, q, q, fwd).dv[0, :3].round(6)
     array([1., 1., 1.], dtype=float32)
     """
-    o, l, m, state = _unpacked("fwd", fwd)
+    o, l, m, state = unpacked("fwd", fwd)
     options = Options(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "o": o, "l": l, "m": m, "dlse": dlse}
     call = Call(BACKWARD, arrays, options, state, origin, out, score, score_args)
     results, _ = dispatch.compute(call)
-    return Gradients(*results) if call.score is None else call.score.gradients(results)
+    return gradients(call, results)
 
 
-def _unpacked(name: str, fwd: Any) -> tuple | list:
+def unpacked(name: str, fwd: Any) -> tuple | list:
+    """Return the o, l, m and rng_state of a forward or a jvp."""
+    if isinstance(fwd, Jvp):
+        return fwd[:4]
     if not isinstance(fwd, (tuple, list)) or len(fwd) != 4:
         raise DtypeError(f"{name} is {type(fwd).__name__}; expected a Forward, or any (o, l, m, rng_state)")
     return fwd
 
 
-def merge(*parts: Forward, out: tuple | None = None) -> Forward:
+def gradients(call: Call, results: list[Any]) -> Gradients:
+    """Return the results of a backward."""
+    own, of_score = (results, ()) if call.score is None else call.score.divide(results)
+    return Gradients(*own, dscore=of_score)
+
+
+def merge(*parts: Any, out: tuple | None = None) -> Any:
     """Combine forwards over disjoint sets of keys into the forward over their union.
 
     Parameters
     ----------
-    *parts : Forward
-        Results of :func:`forward` for the same queries; shapes and dtypes agree.  Parts with o in float32
-        (``out_dtype=numpy.float32``) lose nothing on the way.
-    out : (o, l, m), optional
+    *parts : Forward or Jvp
+        Results of :func:`forward`, or all of :func:`jvp`, for the same queries; shapes and dtypes agree.  Parts with o
+        in float32 (``out_dtype=numpy.float32``) lose nothing on the way.
+    out : (o, l, m) or (o, l, m, to, tlse), optional
         Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
 
     Returns
     -------
-    Forward
+    Forward or Jvp
         The merged result; sums are taken in float32 (float64) and o is rounded once, to the parts' dtype.
         ``rng_state`` is kept when all parts have the same, else None.
 
@@ -359,14 +372,21 @@ def merge(*parts: Forward, out: tuple | None = None) -> Forward:
     """
     if not parts:
         raise ArgumentError("merge got no parts; expected at least one Forward")
+    jvps = [isinstance(part, Jvp) for part in parts]
+    if any(jvps) and not all(jvps):
+        raise DtypeError("parts holds a Jvp and a Forward; expected all of one kind")
+    names = JVP.results if jvps[0] else FORWARD.results
     named, states = {}, {}
     for index, part in enumerate(parts):
         label = f"parts[{index}]"
-        *arrays, state = _unpacked(label, part)
-        named |= {f"{label}.{name}": array for name, array in zip("olm", arrays, strict=True)}
+        *arrays, state = unpacked(label, part)
+        arrays += part[4:]
+        named |= {f"{label}.{name}": array for name, array in zip(names, arrays, strict=True)}
         state = None if state is None else recorded(state, f"{label}.rng_state")
         states[_identity(state)] = state
-    return Forward(*dispatch.merge(named, out), rng_state=states.popitem()[1] if len(states) == 1 else None)
+    o, l, m, *tangents = dispatch.merge(named, names, out)
+    state = states.popitem()[1] if len(states) == 1 else None
+    return Jvp(o, l, m, state, *tangents) if tangents else Forward(o, l, m, state)
 
 
 def _identity(state: RNGState | None) -> Any:
@@ -374,7 +394,7 @@ def _identity(state: RNGState | None) -> Any:
     return state if state is None or isinstance(state.offset, int) else (state.seed, id(state.offset))
 
 
-@_public
+@public
 def plan(
     q: ArrayT,
     k: ArrayT,
@@ -412,8 +432,9 @@ def plan(
         As in :func:`forward` and :func:`backward`.
     deterministic : bool, default False
         As in :func:`backward`.
-    direction : {"forward", "backward"}
-        Which operation to plan.
+    direction : {"forward", "backward", "jvp", "backward_jvp", "double_backward"}
+        Which operation to plan, the last three with tangents of all operands; of a double backward the pass that
+        follows a jvp's.
 
     Returns
     -------
@@ -437,4 +458,6 @@ def plan(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    if "tq" in OPERATIONS[direction].optional:
+        arrays |= {"tq": q, "tk": k, "tv": v, "tbias": bias}
     return dispatch.plan(Call(OPERATIONS[direction], arrays, options, rng, origin, None, score, score_args))

@@ -66,7 +66,7 @@ class Call:
     origin : Origin | None
     out : object
         Where results are wanted: one array, or a sequence with an item for each result; None for new arrays.
-    score, score_args : object
+    score, score_args, tscore_args : object
         The arguments; a function is made a `Score`.
     masks : tuple of Mask
         Those that are no arrays.
@@ -82,12 +82,16 @@ class Call:
     out: Any = None
     score: Any = None
     score_args: Any = ()
+    tscore_args: Any = None
     masks: tuple[Mask, ...] = ()
     function: Any = None
 
     def __post_init__(self) -> None:
         if self.score is not None or type(self.score_args) is not tuple or self.score_args:
-            self.score = _scoring().Score(self.score, self.score_args, self.arrays, self.operation.replays)
+            self.score = _scoring().Score(self.score, self.score_args, self.arrays, self.operation, self.tscore_args)
+        elif self.tscore_args is not None:
+            label = self.operation.label("tscore_args")
+            raise ArgumentError(f"{label} is given but score is None; expected None")
         mask = self.arrays["mask"]
         if mask is None:
             return
@@ -303,7 +307,10 @@ def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _K
     known = _cell(call, layouts)
     if known.problem is None:
         operands = _operands(call, views, origin)
-        score = () if call.score is None else (call.score.bound(operands), tuple(call.score.learned))
+        score: tuple[Any, ...] = ()
+        if call.score is not None:
+            call.score.check_tangents(views)
+            score = call.score.bound(operands), tuple(call.score.learned), call.score.tangent_slots
         problem = check(call.operation, operands, _all_masks(call, views), call.options, call.origin, *score)
         made, backend = call.operation.made(problem, operands), _backend_of(origin, problem.kernel)
         vars(known).update(problem=problem, made=made, backend=backend)
@@ -358,20 +365,29 @@ def plan(call: Call) -> Plan:
         return replace(found, notes=(*found.notes, f"score {shown(problem.score.root, 200)}"))
 
 
-def merge(parts: dict[str, Any], out: Any) -> list[Any]:
-    """Combine forwards; `parts` holds the o, l and m of each, in turn, under the names that errors use."""
-    outputs = Outputs(("o", "l", "m"), out)
+def merge(parts: dict[str, Any], names: tuple[str, ...], out: Any) -> list[Any]:
+    """Combine forwards or jvps.
+
+    Parameters
+    ----------
+    parts : dict of str to array
+        What `names` are of each, in turn, under the names that errors use.
+    names : tuple of str
+        The results.
+    out : object
+    """
+    outputs, n = Outputs(names, out), len(names)
     views, origin = interop.to_backend({**parts, **outputs.given})
     made = check_parts(outputs.take(views))
     outputs.check(made, views, origin)
     arrays, backend = list(views.values()), _backend_of(origin, None)
     with origin.scope():
         if origin.backend == "cpu":
-            results = backend.merge(list(zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True)))
+            results = backend.merge([arrays[first : first + n] for first in range(0, len(arrays), n)])
             outputs.direct.clear()  # they are filled below
         else:
             o, l = arrays[:2]
-            sequence = backend.merge_sequence(origin.device, len(arrays) // 3, o.shape, o.dtype, l.dtype)
+            sequence = backend.merge_sequence(origin.device, len(arrays) // n, o.shape, o.dtype, l.dtype, names)
             copies = [sys.modules["cupy"].ascontiguousarray(array) for array in arrays]
             held = [copy for copy, array in zip(copies, arrays, strict=True) if copy is not array]
             addresses = [copy.data.ptr for copy in copies]

@@ -13,7 +13,7 @@ class Plan:
     ----------
     kernel : {"cpu", "sm80", "sm90"}
         The kernel family.
-    direction : {"forward", "backward"}
+    direction : {"forward", "backward", "jvp", "backward_jvp", "double_backward"}
         What it computes.
     block_m, block_n : int
         Query rows and key columns of a tile.

@@ -35,6 +35,34 @@ class Forward(NamedTuple):
         return self.m + _log(self.l)
 
 
+class Jvp(NamedTuple):
+    """The result of :func:`cuattn.jvp`: a forward's, and the tangents of o and lse.
+
+    It serves wherever a :class:`Forward` does.
+
+    Attributes
+    ----------
+    o, l, m, rng_state
+        As :class:`Forward`'s.
+    to : array, (..., Hq, Nq, dv)
+        The tangent of o, in o's dtype; 0 in an empty row.
+    tlse : array, (..., Hq, Nq), float32 | float64
+        The tangent of lse; 0 in an empty row.
+    """
+
+    o: Any
+    l: Any
+    m: Any
+    rng_state: RNGState | None
+    to: Any
+    tlse: Any
+
+    @property
+    def lse(self) -> Any:
+        """Log of the softmax's denominator, ``m + log(l)`` (natural logarithm); -inf in an empty row."""
+        return self.m + _log(self.l)
+
+
 class _Gradients(NamedTuple):
     dq: Any
     dk: Any
@@ -68,6 +96,35 @@ class Gradients(_Gradients):
     def _replace(self, **fields: Any) -> Gradients:
         """Return gradients with some replaced."""
         return type(self)(**{**self._asdict(), "dscore": self.dscore, **fields})
+
+
+class _DoubleGradients(NamedTuple):
+    ddo: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+
+
+class DoubleGradients(_DoubleGradients):
+    """The result of :func:`cuattn.double_backward`, a tuple of five.
+
+    Attributes
+    ----------
+    ddo : array
+        Gradient with respect to do, of its shape and dtype.
+    dq, dk, dv : array
+        Gradients, each of the shape and dtype of its operand (broadcast axes are summed).
+    dbias : array | None
+        Gradient of the bias, of its shape and dtype; None when no bias was given.
+    dscore : tuple of array | None
+        One entry for each of the score function's arguments, as :class:`Gradients`'.  No element of the tuple.
+    ddlse : array | None
+        Gradient with respect to dlse, float32 (float64); None without dlse.  No element of the tuple.
+    """
+
+    dscore: tuple[Any, ...] = ()
+    ddlse: Any = None
 
 
 def _log(x: Any) -> Any:

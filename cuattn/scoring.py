@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 
 from cuattn import interop
-from cuattn.errors import ArgumentError, DtypeError, shown
+from cuattn.errors import ArgumentError, DtypeError, expect_array, shown
 from cuattn.masks.device import upload
 from cuattn.masks.function import live
-from cuattn.problem import ScoreFunction
-from cuattn.results import Gradients
+from cuattn.problem import Operation, ScoreFunction
 from cuattn.tracing import MASK, SCORE, Bound, Frozen, Traced, recall, signed, trace
 from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
+from cuattn.tracing.proxy import kind_of
 
 _UNCHANGED = variable("s")
 _NAMES = [f"score_args[{index}]" for index in range(1000)]
+_TANGENTS = [f"t{name}" for name in _NAMES]
 
 
 class Score:
@@ -32,8 +33,10 @@ class Score:
         The caller's ``score`` and ``score_args``.
     arrays : dict of str to array
         The call's, to which the arrays among `args` are added.
-    differentiates : bool
-        Whether the call returns gradients.
+    operation : Operation
+        What the call does: whether it returns gradients, and the name of the next argument.
+    tangents : object, optional
+        The caller's tangents of `args`, which are added to `arrays`, too.
 
     Attributes
     ----------
@@ -49,7 +52,9 @@ class Score:
     traced: Traced | None = None
     visible: Frozen | None = None
 
-    def __init__(self, function: Any, args: Any, arrays: dict[str, Any], differentiates: bool) -> None:
+    def __init__(
+        self, function: Any, args: Any, arrays: dict[str, Any], operation: Operation, tangents: Any = None
+    ) -> None:
         if not isinstance(args, (tuple, list)):
             raise DtypeError(
                 f"score_args is {interop.type_name(args)}; expected a tuple of arrays and numbers, as (x,)"
@@ -58,11 +63,23 @@ class Score:
             raise ArgumentError(f"score_args has {len(args)} items but score is None; expected a function of them")
         if not callable(function):
             raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
-        self._function, self._args, self._differentiates = function, args, differentiates
+        self._function, self._args, self._operation = function, args, operation
         self._own = len(arrays)
         for index, value in enumerate(args):
             if hasattr(value, "__dlpack__"):
                 arrays[_NAMES[index]] = value
+        self._all = len(arrays)
+        named = self._named(tangents) if tangents is not None else {}
+        self._given = {index for index, value in enumerate(named.values()) if value is not None}
+        arrays |= named
+
+    def _named(self, tangents: Any) -> dict[str, Any]:
+        """Return the tangents of the arguments by name."""
+        label, n = self._operation.label("tscore_args"), len(self._args)
+        if not isinstance(tangents, (tuple, list)) or len(tangents) != n:
+            what = f"{len(tangents)} items" if isinstance(tangents, (tuple, list)) else interop.type_name(tangents)
+            raise ArgumentError(f"{label} has {what}; expected a tuple of {n}, one for each item of score_args")
+        return dict(zip(_TANGENTS, tangents, strict=False))
 
     def recall(self) -> bool:
         """Take what is known of the function; return whether nothing is left to trace."""
@@ -84,7 +101,27 @@ class Score:
     @property
     def learned(self) -> dict[int, int]:
         """The slots of the arrays that the call differentiates, and which arguments they are."""
-        return self.traced.floats if self.traced and self._differentiates else {}
+        return self.traced.floats if self.traced and self._operation.replays else {}
+
+    @property
+    def tangents(self) -> dict[int, int]:
+        """The slots of the function's arrays that have a tangent, and the arguments' numbers."""
+        floats = self.traced.floats if self.traced else {}
+        return {slot: index for slot, index in floats.items() if index in self._given}
+
+    @property
+    def tangent_slots(self) -> tuple[tuple[int, int], ...]:
+        """The slots of the function's arrays that have a tangent, and the slots of these, which come last."""
+        return tuple([(slot, n) for n, slot in enumerate(self.tangents, len(self.traced.arrays) if self.traced else 0)])
+
+    def check_tangents(self, views: dict[str, Any]) -> None:
+        """Check the tangents of arguments, given views of the call's arrays."""
+        for index in sorted(self._given):
+            name, array = _NAMES[index], views.get(_NAMES[index])
+            label, tangent = self._operation.label(_TANGENTS[index]), views[_TANGENTS[index]]
+            if array is None or kind_of(array.dtype) != "f":
+                raise ArgumentError(f"{label} is given but {name} is no array of floats; expected None")
+            expect_array(label, tangent, tuple(array.shape), np.dtype(array.dtype))
 
     @property
     def numbers(self) -> tuple[Any, ...]:
@@ -98,7 +135,7 @@ class Score:
         """Return the function with the arrays, by a backend's names, and the numbers of the call."""
         if self.traced is None:
             return None
-        arrays = [operands[name] for name in ScoreFunction.names_of(self.traced.arrays)]
+        arrays = [operands[name] for name in ScoreFunction.names_of((*self.traced.arrays, *self.tangents))]
         return Bound(self.traced.split[1], tuple(arrays), self.numbers, self.traced.spans)
 
     def _by_slot(self, values: list[Any], captured: Sequence[Any]) -> list[Any]:
@@ -119,10 +156,11 @@ class Score:
         """
         if self.traced is None:
             return addresses[: self._own], (), ()
-        if self.traced.in_order:
+        if self.traced.in_order and len(addresses) == self._all:  # no tangents
             return addresses, (), self.numbers
         captured, places = _captured(self.traced, device)
-        return addresses[: self._own] + self._by_slot(addresses, places), captured, self.numbers
+        tangents = [addresses[self._all + index] for index in self.tangents.values()]
+        return addresses[: self._own] + self._by_slot(addresses, places) + tangents, captured, self.numbers
 
     def operands(self, views: dict[str, Any], origin: interop.ArrayOrigin) -> dict[str, Any]:
         """Return the call's arrays, and captured ones, by a backend's names."""
@@ -131,15 +169,16 @@ class Score:
             return own
         captured, _ = _captured(self.traced, None if origin.backend == "cpu" else origin.device)
         arrays = self._by_slot(list(views.values()), captured)
+        arrays += [views[_TANGENTS[index]] for index in self.tangents.values()]
         return own | dict(zip(ScoreFunction.names_of(arrays), arrays, strict=True))
 
-    def gradients(self, results: Sequence[Any]) -> Gradients:
-        """Return a backward's results, of which those by the function's arrays come last."""
+    def divide(self, results: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
+        """Divide a backward's results into those by operands and those by the function's arguments, which come last."""
         learned, found = self.learned, [None] * len(self._args)
         own = len(results) - len(learned)
         for index, gradient in zip(learned.values(), results[own:], strict=True):
             found[index] = gradient
-        return Gradients(*results[:own], dscore=tuple(found))
+        return results[:own], tuple(found)
 
 
 def visible(function: Any) -> Bound:

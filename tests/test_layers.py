@@ -22,6 +22,7 @@ ROWS = (
     {"scoring"},
     {"dispatch"},
     {"api"},
+    {"derivatives"},
     {"__init__"},
     {"reference", "pairwise", "distributed", "torch", "jax"},
     {"sklearn", "transformers"},

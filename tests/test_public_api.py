@@ -13,10 +13,15 @@ SCORES = f"mask=None, bias=None, {FUNCTION}, is_causal=False, window=None, scale
 KERNEL = "enable_gqa=False, precision=None, kernel=None"
 PLACES = "origin=None, out=None"
 GRADIENTS = "deterministic=False, out_dtype=None, dlse=None"
+TANGENTS = "tq=None, tk=None, tv=None, tbias=None, tscore_args=None"
 SIGNATURES = {
     "attention": f"(q, k, v, /, *, {SCORES}, rng=None, {KERNEL}, {PLACES})",
     "forward": f"(q, k, v, /, *, {SCORES}, rng=None, {KERNEL}, out_dtype=None, {PLACES})",
     "backward": f"(do, q, k, v, fwd, /, *, {SCORES}, {KERNEL}, {GRADIENTS}, {PLACES})",
+    "jvp": f"(q, k, v, /, *, {TANGENTS}, {SCORES}, rng=None, {KERNEL}, out_dtype=None, {PLACES})",
+    "backward_jvp": f"(do, q, k, v, jvp, /, *, tdo=None, {TANGENTS}, {SCORES}, {KERNEL}, {GRADIENTS}, {PLACES})",
+    "double_backward": "(gdq, gdk, gdv, do, q, k, v, fwd, /, *, gdbias=None, gdscore=None, "
+    f"{SCORES}, {KERNEL}, {GRADIENTS}, {PLACES})",
     "merge": "(*parts, out=None)",
     "plan": f"(q, k, v, /, *, {SCORES}, rng=None, {KERNEL}, origin=None, out_dtype=None, deterministic=False, "
     "direction='forward')",
@@ -33,9 +38,12 @@ def test_signatures(name):
 
 def test_names():
     assert set(cuattn.__all__) <= set(dir(cuattn))
-    assert {*SIGNATURES, "RNGState", "Forward", "Gradients", "Plan", "Origin"} <= set(cuattn.__all__)
+    results = {"Forward", "Jvp", "Gradients", "DoubleGradients"}
+    assert {*SIGNATURES, *results, "RNGState", "Plan", "Origin"} <= set(cuattn.__all__)
     assert cuattn.Forward._fields == ("o", "l", "m", "rng_state")
     assert cuattn.Gradients._fields == ("dq", "dk", "dv", "dbias")
+    assert cuattn.Jvp._fields == ("o", "l", "m", "rng_state", "to", "tlse")
+    assert cuattn.DoubleGradients._fields == ("ddo", "dq", "dk", "dv", "dbias")
     assert cuattn.RNGState._fields == ("seed", "offset")
 
 

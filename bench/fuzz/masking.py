@@ -121,12 +121,14 @@ def _function(rng, *shape):
     *lead, n_queries, n_keys = shape
     batch, heads = lead[:-1], math.prod(lead[-1:])
     ids, (step, width) = rng.integers(0, 4, n_queries + n_keys + 1), rng.integers(1, 9, 2).tolist()
+    places = 1e9 + rng.random(n_queries + n_keys)
     visible = (
         lambda b, h, i, j: (i - j + h) % step < width,
         lambda b, h, i, j: (ids[i] == ids[j]) & (j <= i + (b + h) * width),
         lambda b, h, i, j: ids[abs(i - j)] * ids[j // step] < width,
         lambda b, h, i, j: (j < width) | (ids[i] <= ids[j]),
-    )[rng.integers(0 if lead else 2, 4)]
+        lambda b, h, i, j: abs(places[i] - places[n_queries + j]) * 0.1 * step < 0.2,
+    )[rng.integers(0 if lead else 2, 5)]
     mask = masks.from_function(visible, n_queries, n_keys, batch=tuple(batch), heads=heads)
     shape = math.prod(batch), heads, n_queries, n_keys
     dense = np.broadcast_to(visible(*np.ogrid[tuple(map(slice, shape))]), shape)

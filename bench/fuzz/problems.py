@@ -42,7 +42,7 @@ OPTIONS = {
 # The share of problems that are looked at in another way, too; the first have kernels of their own.
 COMPILED_CHECKS = {
     "deterministic": 0.25, "shards": 0.2, "dlse": 0.15, "gradients in out_dtype": 0.5, "attention": 0.15,
-    "boolean": 0.2,
+    "boolean": 0.2, "tangents": 0.1,
 }  # fmt: skip
 SCORED = 0.01, 0.15  # the shares of problems with a score function: on a GPU each is compiled for its shapes
 CHECKS = {"twice": 0.15, "out": 0.15, "plan": 0.03, "mask on the device": 0.3}
@@ -60,6 +60,8 @@ class Problem:
         What the library gets, and what mask and band show, spelled out.
     options : dict
         Other keyword arguments of the API.
+    tangents : set of str
+        Operands that have tangents, where derivatives along these are looked at.
     """
 
     arrays: dict[str, np.ndarray]
@@ -71,6 +73,7 @@ class Problem:
     layouts: dict[str, str] = field(default_factory=dict)
     poison: float | None = None
     parts: list[list[sharding.Part]] = field(default_factory=list)
+    tangents: set[str] = field(default_factory=set)
 
     @property
     def dtype(self):
@@ -133,6 +136,8 @@ def draw_problem(fixed, rng, hopper=False):
     if "dlse" in checks:
         arrays["dlse"] = rng.standard_normal(problem.shape[:-1]).astype(problem.stat_dtype)
     _lay_out(problem, rng, LAYOUTS[:3] if hopper else LAYOUTS if fixed.random() < 0.4 else LAYOUTS[:-1])
+    if "tangents" in checks:
+        problem.tangents = {name for name in ("q", "k", "v", "do", "bias") if fixed.random() < 0.7}
     if "shards" in checks:
         problem.parts = sharding.draw_parts(problem, rng)
     return problem

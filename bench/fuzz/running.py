@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 import cuattn
+from bench.fuzz import tangents
 from cuattn.errors import UnsupportedError
 from cuattn.reference.textbook import sum_heads
 from tests import oracle
@@ -116,6 +117,8 @@ class _Run:
         self._judge(RESULTS[0], fwd[:3])
         self._check_sums(fwd)
         self._gradients(fwd)
+        if "tangents" in self.problem.checks and self.score is None and "values large" not in self.problem.features:
+            tangents.check(self, fwd.rng_state)
         if self.problem.parts:
             self._parts(fwd.rng_state)
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
+    RowWeights,
     differentiate_scores,
     differentiate_softcap,
     exponentials,
@@ -34,10 +35,11 @@ from cuattn.io_model.sizes import cdiv
 class BackwardWalk(Walk):
     """Computes items of work in one thread: algorithm 4, with the loops exchanged."""
 
-    def __init__(self, task: Tiles) -> None:
+    def __init__(self, task: Tiles, **widths: int) -> None:
         blocks, d, dv = task.blocks, task.problem.head_dim, task.problem.head_dim_v
         parts = max(cdiv(blocks.keys * max(d, dv), blocks.rows), d) * blocks.step
-        super().__init__(task, {"ds": blocks.step * blocks.keys, "do": dv, "do transposed": dv, "parts": parts})
+        own = {"ds": blocks.step * blocks.keys, "do": dv, "do transposed": dv, "parts": parts}
+        super().__init__(task, own | widths)
 
     def __call__(self, item: Item) -> None:
         """Compute an item."""
@@ -49,29 +51,33 @@ class BackwardWalk(Walk):
 
     def _begin(self) -> None:
         """Load the rows: algorithm 4, line 10.  Those of empty rows are 0: nothing may depend on what they hold."""
-        group, problem = self.item.group, self.problem
+        group = self.item.group
         rows = {
             name: group.of_queries(x, self.item.rows)
             for name, x in self.task.operands.items()
-            if name not in ("k", "v", "bias")
+            if name not in self.tiles and not name.endswith("bias")
         }
-        weights = row_weights(rows)
+        largest = self._load_rows(rows, row_weights(rows))
+        self._careful = not largest < np.finfo(self.dtype).max
+        self._gradients = {name: np.zeros_like(self._q) for name in ("dq", "tdq") if name in self.task.results}
+        self._terms: list[Term] = []  # of gradients of the score function's arrays
+        self._over_keys = {}  # sums over keys of the bias's gradients, which this item makes alone
+        for name in ("dbias", "tdbias"):
+            dbias = self.task.results.get(name)
+            if dbias is not None and dbias.shape[-1] == 1 < self.problem.n_keys:
+                self._over_keys[name] = np.zeros_like(group.of_queries(dbias, self.item.rows).swapaxes(1, 2))
+
+    def _load_rows(self, rows: dict[str, ndarray], weights: RowWeights) -> float:
+        """Load the rows; return what no number that is computed exceeds, NaN if that may be NaN."""
+        self._factors = self.problem.dropout_scale * weights.factors[..., None]
         self._q, self._q_transposed = self.load("q", rows["q"], self.task.factor, weights.empty)
-        self._do, self._do_transposed = self.load(
-            "do", rows["do"], problem.dropout_scale * weights.factors[..., None], weights.empty
-        )
+        self._do, self._do_transposed = self.load("do", rows["do"], self._factors, weights.empty)
         self._delta = self._of_rows(weights.delta * weights.factors)  # for exponentials
         self._reference = None if weights.reference is None else self._of_rows(weights.reference)
-        self._dq = np.zeros_like(self._q)
-        self._terms: list[Term] = []  # of gradients of the score function's arrays
-        dbias, self._dbias = self.task.results.get("dbias"), None  # sums over keys, which this item makes alone
-        if dbias is not None and dbias.shape[-1] == 1 < problem.n_keys:
-            self._dbias = np.zeros_like(group.of_queries(dbias, self.item.rows).swapaxes(1, 2))
         longest_q, longest_do = longest_of(self._q), longest_of(self._do)
         self._bounded = self.bounded(longest_q)
-        k_norm, v_norm = (self.task.max_norm(name, group) for name in "kv")
-        largest = longest_q + k_norm + longest_do * v_norm + float(np.abs(self._delta).max())  # NaN stays
-        self._careful = not largest < np.finfo(self.dtype).max
+        k_norm, v_norm = (self.task.max_norm(name, self.item.group) for name in "kv")
+        return longest_q + k_norm + longest_do * v_norm + float(np.abs(self._delta).max())
 
     def _of_rows(self, values: ndarray) -> ndarray:
         """Return what there is for each row with axes like those of scores; 0 for rows that do not exist."""
@@ -82,9 +88,7 @@ class BackwardWalk(Walk):
     def _advance(self, part: Part, turn: AbstractContextManager) -> None:
         """Take the row tiles through a part of their tiles: algorithm 4, lines 11 to 22."""
         p, careful = self._probabilities(part), self._careful
-        ds = self.buffers.get("ds", *p.shape)
-        for slots, v in self.by_run(part, self.values):  # line 17
-            np.matmul(v, self._do_transposed[:, None], ds[:, slots])
+        ds = self.by_keys("ds", part, "v", self._do_transposed)  # line 17
         dropped = [] if self.task.dropout is None else list(self.dropped(part))
         self.drop(ds, dropped)  # line 18
         differentiate_scores(ds, p, self._delta, careful=careful)  # line 20
@@ -93,13 +97,13 @@ class BackwardWalk(Walk):
         with turn:
             self._add("dv", part, dv)  # line 16
             if "dbias" in self.task.results:
-                self._add_bias(part, ds)
+                self._add_bias("dbias", part, ds)
             for more, (tiles, first) in zip(self.slopes, self.by_head_and_run(part, ds), strict=False):
                 self._terms += self._stretch.differentiate(tiles, more, first)
             if self.problem.softcap is not None:
                 differentiate_softcap(ds, self.tanh, self.problem.softcap, careful=careful)
             self._add("dk", part, self._product(ds, self._q))  # line 22
-        self._add_dq(part, ds)  # line 21
+        self._add_dq("dq", part, ds, "k")  # line 21
 
     def _probabilities(self, part: Part) -> ndarray:
         """Return P of a part, unweighted: algorithm 4, lines 11 to 13."""
@@ -121,33 +125,36 @@ class BackwardWalk(Walk):
             start, target = slots.start * self.blocks.keys, self.item.group.of_keys(self.task.results[name], keys)
             target += summed_to(products[:, start : start + keys.stop - keys.start], target.shape, target.dtype)
 
-    def _add_dq(self, part: Part, ds: ndarray) -> None:
+    def _add_dq(self, name: str, part: Part, ds: ndarray, keys: str) -> None:
+        """Add parts of dq: products with keys, "k" or "tk"."""
         members, count, _, rows = ds.shape
         products = self.buffers.get("parts", members, count, rows, self.problem.head_dim)
-        for slots, k in self.by_run(part, self.keys):
+        for slots, k in self.by_run(part, keys):
             product(ds[:, slots].swapaxes(2, 3), k, products[:, slots], careful=self._careful)
-        self._dq += np.add.reduce(products, 1)
+        self._gradients[name] += np.add.reduce(products, 1)
 
-    def _add_bias(self, part: Part, ds: ndarray) -> None:
+    def _add_bias(self, name: str, part: Part, ds: ndarray) -> None:
         """Add parts of dbias; sums over keys are kept until the item ends."""
-        for part_of_ds, total in self.bias_of(self.task.results["dbias"], part, ds):
-            target = total if self._dbias is None else self._dbias
+        for part_of_ds, total in self.bias_of(self.task.results[name], part, ds):
+            target = self._over_keys.get(name, total)
             target += summed_to(part_of_ds, target.shape, target.dtype)
 
     def _finish(self) -> None:
         """Write dq, and add what the item alone has summed up."""
-        dq = self.by_head(self._dq)[:, : self.count]
-        dq *= dq.dtype.type(self.task.factor)
-        target = self.item.group.of_queries(self.task.results["dq"], self.item.rows)
-        if not self.task.shares:
-            target[...] = dq
-            if self._dbias is None:
-                return
+        results, group, rows = self.task.results, self.item.group, self.item.rows
+        gradients = {name: self.by_head(x)[:, : self.count] for name, x in self._gradients.items()}
+        for name, dq in gradients.items():
+            dq *= dq.dtype.type(self.task.factor)
+            if not self.task.shares:
+                group.of_queries(results[name], rows)[...] = dq
+        if not (self.task.shares or self._over_keys):
+            return
         with self.item.turns[-1]:
-            if self.task.shares:
+            for name, dq in gradients.items() if self.task.shares else ():
+                target = group.of_queries(results[name], rows)
                 target += summed_to(dq, target.shape, target.dtype)
             for term in self._terms:
-                term.add_to(self.task.results)
-            if self._dbias is not None:
-                total = self.item.group.of_queries(self.task.results["dbias"], self.item.rows).swapaxes(1, 2)
-                total += self._dbias
+                term.add_to(results)
+            for name, total in self._over_keys.items():
+                target = group.of_queries(results[name], rows).swapaxes(1, 2)
+                target += total

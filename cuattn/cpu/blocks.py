@@ -7,7 +7,7 @@ import numpy as np
 from numpy import ndarray
 
 from cuattn.io_model.sizes import cdiv
-from cuattn.problem import Problem
+from cuattn.problem import OPERATIONS, Problem
 
 UNIT = 16  # blocks are multiples of it: whole vector registers, and whole blocks of the dropout generator
 SMALL_PRODUCT = 1_000_000  # OpenBLAS multiplies matrices of at most 100 ** 3 multiplications without packing them
@@ -17,7 +17,8 @@ _ROWS = 64  # of a tile: what a product of transposed scores keeps in the first-
 _KEYS = 128
 _MASKED_KEYS = 64  # under a mask, of which smaller tiles leave less to visit in vain
 _ABREAST = 8  # row tiles, of any heads, that go through the keys together
-_HEADS = {"forward": 8, "backward": 4}  # that do under a mask: more would leave no second thread sums of its own
+_HEADS_MASKED = 8  # that do under a mask
+_HEADS_SUMMED = 4  # of a backward: more would leave no second thread sums of its own
 _FEW = 3  # heads for which taller tiles under a mask save more calls than they visit in vain
 _SCORE_BYTES = 1 << 21  # of the scores at a time, which stay in the caches of a core
 _COPIED_BYTES = 24 << 20  # of the copies of keys and values that a thread keeps
@@ -45,7 +46,8 @@ def choose(problem: Problem, masks: Sequence[Any]) -> Blocks:
     """
     depth, itemsize = max(problem.head_dim, problem.head_dim_v), problem.stat_dtype.itemsize
     heads = problem.group if problem.group > 1 else problem.heads
-    heads = cdiv(heads, cdiv(heads, _HEADS[problem.operation] if masks else _ABREAST))
+    masked = _HEADS_SUMMED if OPERATIONS[problem.operation].replays else _HEADS_MASKED
+    heads = cdiv(heads, cdiv(heads, masked if masks else _ABREAST))
     if any(mask.leading and mask.leading[-1] > 1 for mask in masks):  # only operands may tell heads apart
         heads = 1
     rows = even(problem.n_queries, 2 * _ROWS if masks and heads < _FEW else _ROWS)

@@ -1,7 +1,7 @@
 """Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,12 @@ from numpy import ndarray
 from cuattn.cpu import threads
 from cuattn.cpu.arithmetic import BASE_2, SUM
 from cuattn.cpu.backward import BackwardWalk
+from cuattn.cpu.backward_jvp import BackwardJvpWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
+from cuattn.cpu.direct_jvp import DirectJvp
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
+from cuattn.cpu.jvp import JvpWalk
 from cuattn.cpu.pairs import Pairs, with_bias
 from cuattn.cpu.score import Scores
 from cuattn.cpu.task import Arrays
@@ -21,7 +24,7 @@ from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.intervals import join
 from cuattn.plans import Plan
-from cuattn.problem import OPERATIONS, Place, Problem, ScoreFunction
+from cuattn.problem import OF_ROWS, OPERATIONS, Place, Problem, ScoreFunction
 from cuattn.rng import RNGState
 
 _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
@@ -89,6 +92,8 @@ def run(
     dropout = Dropout(problem, place, state) if problem.dropout else None
     score = None if problem.score is None else Scores(problem, operands, place, numbers)
     operands = {name: x for name, x in operands.items() if not ScoreFunction.has(name)}
+    if "ddo" in results:
+        results["ddo"][...] = operands["to"]
     task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares, score)
     threads.run(task, lambda: _worker(task), _threads(task))
     for name in sums:
@@ -154,25 +159,26 @@ def _wanted(problem: Problem, operands: Arrays, pairs: Pairs | None) -> dict[str
     made = OPERATIONS[problem.operation].made(problem, operands)
     if pairs is not None and not pairs.learned:
         made.pop("dbias", None)
-    aligned = {"o": problem.o_shape, "l": problem.stat_shape, "m": problem.stat_shape}
+    aligned = dict.fromkeys(("o", "to", "ddo"), problem.o_shape) | dict.fromkeys(OF_ROWS, problem.stat_shape)
     return {name: (aligned.get(name, shape), dtype) for name, (shape, dtype) in made.items()}
 
 
 def _sums(problem: Problem, operands: Arrays, wanted: Collection[str]) -> tuple[bool, dict[str, np.dtype]]:
     """Return whether a backward's items of any heads share sums, and the dtypes of sums that several items add to."""
-    if problem.operation == "forward":
+    if not OPERATIONS[problem.operation].replays:
         return False, {}
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
     shapes = {name: operands[name].shape for name in heads if name in operands}
     shares = bool(problem.learned) or any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
     if is_small(problem) and not shares:
         return False, {}
-    names = [name for name in shapes if (shares or name != "q") and f"d{name}" in wanted]
+    names = [name for name in shapes if shares or name != "q"]
     dtypes = dict.fromkeys(names, problem.stat_dtype)
     if "bias" in names and 1 in shapes["bias"][-2:]:
         dtypes["bias"] = SUM
     dtypes |= {f"score{slot}": SUM for slot in problem.learned}
-    return shares, {f"d{name}": dtype for name, dtype in dtypes.items()}
+    sums = {f"{kind}{name}": dtype for kind in ("d", "td") for name, dtype in dtypes.items()}
+    return shares, {name: dtype for name, dtype in sums.items() if name in wanted}
 
 
 def _task(problem: Problem, *arguments: Any) -> Tiles | WholeHeads:
@@ -183,8 +189,17 @@ def _threads(task: Tiles | WholeHeads) -> int:
     return threads.useful(sum(task.sizes), nanoseconds(task.problem))
 
 
+_WALKS: dict[str, Callable[[Tiles], ForwardWalk | BackwardWalk]] = {
+    "forward": ForwardWalk,
+    "backward": BackwardWalk,
+    "jvp": JvpWalk,
+    "backward_jvp": BackwardJvpWalk,
+    "double_backward": BackwardJvpWalk,
+}
+
+
 def _worker(task: Tiles | WholeHeads) -> Direct | ForwardWalk | BackwardWalk:
     """Return what computes items of a task in one thread."""
-    if isinstance(task, WholeHeads):
-        return Direct(task)
-    return ForwardWalk(task) if task.problem.operation == "forward" else BackwardWalk(task)
+    if isinstance(task, Tiles):
+        return _WALKS[task.problem.operation](task)
+    return (Direct if task.problem.operation in ("forward", "backward") else DirectJvp)(task)

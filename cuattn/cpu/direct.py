@@ -15,6 +15,7 @@ from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
     WINDOW,
+    RowWeights,
     add_bias,
     differentiate_scores,
     differentiate_softcap,
@@ -36,14 +37,14 @@ from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.score import Scores, Stretch, Term
 from cuattn.cpu.task import Task
 from cuattn.io_model.sizes import cdiv
-from cuattn.problem import Problem
+from cuattn.problem import OPERATIONS, Problem
 
 _SCORES = 1 << 17  # that are computed at a time: they stay in a second-level cache
 _MOST = 1 << 18  # scores of the query heads that read the same keys
 _MOST_OF_FEW = 1 << 22  # where they are few rows, for which tiles would have to be padded
 _FEW = 16
 _COPIED = 32  # rows of which a small product with their copy as columns takes less time, the copy's included
-_SHARES = {"forward": 1.0, "backward": 2.2}  # of a forward's time
+_TIMES = {"forward": 1.0, "backward": 2.2, "jvp": 3.0, "backward_jvp": 6.0, "double_backward": 5.0}  # of a forward's
 _NANOSECONDS = 1_500_000  # that a batch is to take: a few times what its calls cost
 
 Index = tuple[slice, ...]  # into axes (*batch, kv_heads)
@@ -61,7 +62,7 @@ def nanoseconds(problem: Problem) -> float:
     """Return how long a problem takes one thread, about."""
     widths = problem.head_dim + problem.head_dim_v
     of_head = problem.group * problem.n_queries * problem.n_keys * (1.5 + widths / 55) + problem.n_keys * widths / 4
-    return math.prod(problem.batch) * problem.kv_heads * (300 + of_head) * _SHARES[problem.operation]
+    return math.prod(problem.batch) * problem.kv_heads * (300 + of_head) * _TIMES[problem.operation]
 
 
 @lru_cache(maxsize=256)
@@ -75,8 +76,11 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
     most = max(1, int(min(_SCORES / (keys * rows), _NANOSECONDS * math.prod(shape) / nanoseconds(problem))))
     batches = _batches(shape, most)
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
-    names = ["s", "halves" if problem.operation == "forward" else "ds", "tanh"]
-    sizes = dict.fromkeys(names[: 2 + (problem.softcap is not None)], heads * rows * keys)
+    replays = OPERATIONS[problem.operation].replays
+    names = ["s", "ds" if replays else "halves", *["tanh"] * (problem.softcap is not None)]
+    if "jvp" in problem.operation or problem.operation == "double_backward":
+        names += ["t", "u", *["tds"] * replays, *["slope"] * (problem.softcap is not None)]
+    sizes = dict.fromkeys(names, heads * rows * keys)
     widths = {"q": problem.head_dim, "columns": max(problem.head_dim, problem.head_dim_v)}
     return batches, sizes | {name: heads * rows * width for name, width in widths.items()}
 
@@ -98,11 +102,10 @@ class WholeHeads(Task):
         super().__init__(*arguments)
         self.batches, self.buffer_sizes = layout(self.problem)
         self.sizes = [len(self.batches)]
-        if "bias" in self.operands:
-            bias = np.moveaxis(self._grouped(self.operands["bias"]), -1, -3)  # as scores are
-            self.operands = {**self.operands, "bias": bias}
-        if "dbias" in self.results:
-            self.results = {**self.results, "dbias": self._grouped(self.results["dbias"])}
+        biases = {name: self._grouped(x) for name, x in self.operands.items() if name.endswith("bias")}
+        self.operands = {**self.operands, **{name: np.moveaxis(x, -1, -3) for name, x in biases.items()}}  # as scores
+        gradients = {name: self._grouped(x) for name, x in self.results.items() if name.endswith("bias")}
+        self.results = {**self.results, **gradients}
 
     def _grouped(self, x: ndarray) -> ndarray:
         """Return an array of axes (*batch, heads, ...) with axes (*batch, kv_heads, group, ...)."""
@@ -123,7 +126,7 @@ class Direct:
         self.buffers = Buffers(self.dtype, task.buffer_sizes)
         self.group, self.rows = self.problem.group, self.problem.group * self.problem.n_queries
         self._last_shown: dict[tuple, ndarray] = {}  # bits, by the instances of masks whose they are
-        self._last_bias: tuple = (None, None)  # its place, and a copy
+        self._last_biases: dict[str, tuple] = {}  # by name: its place, and a copy
 
     def __call__(self, item: tuple[Index, AbstractContextManager]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
@@ -134,11 +137,10 @@ class Direct:
         self.of_heads = (*batch, slice(kv.start * self.group, kv.stop * self.group))
         task = self.task
         self.operands = {name: self.take(name, x).astype(self.dtype, copy=False) for name, x in task.operands.items()}
-        compute = self._forward if self.problem.operation == "forward" else self._backward
-        self._terms: list[Term] = []
-        results = compute(careful=False) or compute(careful=True)
+        self.terms: list[Term] = []
+        results = self.compute(careful=False) or self.compute(careful=True)
         with turn:
-            for term in self._terms:
+            for term in self.terms:
                 term.add_to(task.results)
             for name, part in results.items():
                 target = self.take(name, task.results[name])
@@ -151,7 +153,7 @@ class Direct:
         """Return the part of an array, whose leading axes may be 1, that belongs to the batch."""
         if len(self.task.batches) == 1:
             return array
-        by_kv_head = name.removeprefix("d") in ("k", "v", "bias")
+        by_kv_head = name.removeprefix("t").removeprefix("d") in ("k", "v", "bias")
         return array[place_of(array, self.index if by_kv_head else self.of_heads)]
 
     def result(self, name: str, *shape: int) -> ndarray:
@@ -208,23 +210,23 @@ class Direct:
             self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, s)
         if self.task.score is not None:
-            self._stretch = self._stretch_of(self.task.score)
-            self.slopes = self._stretch(self.by_head(s), 0)
+            self.stretch = self._stretch_of(self.task.score)
+            self.slopes = self.stretch(self.by_head(s), 0)
         if "bias" in self.operands:
-            add_bias(self.by_group(s), self.bias(), careful=careful)
+            add_bias(self.by_group(s), self.bias("bias"), careful=careful)
         return s
 
-    def bias(self) -> ndarray:
-        """Return the bias, contiguous, with axes (..., keys, group, queries); kept for batches that have the same."""
-        bias = self.operands["bias"]
+    def bias(self, name: str) -> ndarray:
+        """Return a bias, contiguous, with axes (..., keys, group, queries); kept for batches that have the same."""
+        bias = self.operands[name]
         if bias.flags.c_contiguous:
             return bias
-        place = place_of(self.task.operands["bias"], self.index)
-        if place != self._last_bias[0]:
+        place = place_of(self.task.operands[name], self.index)
+        if place != self._last_biases.get(name, (None,))[0]:
             *lead, keys, group, queries = bias.shape
             copy = transposed(np.moveaxis(bias, -3, -1).reshape(*lead, group * queries, keys))
-            self._last_bias = place, copy.reshape(bias.shape)
-        return self._last_bias[1]
+            self._last_biases[name] = place, copy.reshape(bias.shape)
+        return self._last_biases[name][1]
 
     def hide(self, s: ndarray, value: float = 0.0) -> None:
         """Set what masks hide to a number."""
@@ -251,20 +253,19 @@ class Direct:
             self._last_shown = {instances: bits}
         return self._last_shown[instances]
 
+    def compute(self, *, careful: bool) -> dict[str, ndarray] | None:
+        """Return the results of a batch; None where care is needed."""
+        return (self._backward if self.task.replays else self._forward)(careful=careful)
+
     def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
-        """Return o and, if they are wanted, l and m; None where care is needed."""
+        """Return o and, if they are wanted, l and m."""
         s, statistics = self.scores(self.rows_of("q"), careful=careful), self.problem.statistics
-        room = self.buffers.get("halves", s.size)
         if not statistics and max(s.max(), -s.min()) <= WINDOW:  # then all references are 0, whatever is hidden
-            p = exponentiate(s)
+            m, reference, p = None, None, exponentiate(s)
             self.hide(p)
         else:
-            self.hide(s, -np.inf)
-            m = fold(np.maximum, s, room)
-            reference = reference_of(m)
-            bounded = not (self.task.masks or "bias" in self.operands or self.task.score)
-            p = exponentials(s, self.to_scores(reference), bounded=bounded)
-        l = fold(np.add, p, room)
+            m, reference, p = self.exponentials(s)
+        l = self.sum(p)
         o = self.result("o", *l.shape, self.problem.head_dim_v)
         product(p.swapaxes(-1, -2), self.operands["v"], o, careful=careful)
         if not (careful or is_finite(o, l)):
@@ -272,24 +273,30 @@ class Direct:
         o /= np.where(l == 0, 1, l)[..., None]
         return {"o": o} | (statistics_of(l, m, reference) if statistics else {})
 
+    def exponentials(self, s: ndarray) -> tuple[ndarray, ndarray | None, ndarray]:
+        """Return the highest scores, what rows are relative to, and in place of the scores their exponentials."""
+        self.hide(s, -np.inf)
+        m = fold(np.maximum, s, self.buffers.get("halves", s.size))
+        reference = reference_of(m)
+        bounded = not (self.task.masks or "bias" in self.operands or self.task.score)
+        return m, reference, exponentials(s, self.to_scores(reference), bounded=bounded)
+
+    def sum(self, p: ndarray) -> ndarray:
+        """Return sums over keys."""
+        return fold(np.add, p, self.buffers.get("halves", p.size))
+
     def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
-        """Return the gradients; None where care is needed."""
+        """Return the gradients."""
         problem, operands, weights = self.problem, self.operands, row_weights(self.operands)
         q, do = (self.rows_of(name, weights.empty) for name in ("q", "do"))
-        s = self.scores(q, careful=careful)
-        bounded = "bias" not in operands and self.task.score is None
-        p = exponentials(s, self.to_scores(weights.reference), bounded=bounded)
-        self.hide(p)
-        p *= self.to_scores(weights.factors)
+        p = self.probabilities(q, weights, careful=careful)
         ds = self.products("ds", "v", do)
         differentiate_scores(ds, p, self.to_scores(weights.delta), careful=careful)
         results = {"dv": product(p, do, self.result("dv", *p.shape[:-1], problem.head_dim_v), careful=careful)}
         if "dbias" in self.task.results:
-            dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take("dbias", self.task.results["dbias"])
-            dtype = np.float64 if 1 in like.shape[-2:] else self.dtype
-            results["dbias"] = summed_to(dbias, like.shape, dtype).copy()  # as ds may change
+            results["dbias"] = self.sum_bias("dbias", ds)
         if self.task.score is not None:
-            self._terms = self._stretch.differentiate(self.by_head(ds), self.slopes, 0)
+            self.terms = self.stretch.differentiate(self.by_head(ds), self.slopes, 0)
         if problem.softcap is not None:
             differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
         ds *= self.task.factor
@@ -299,3 +306,18 @@ class Direct:
         if not (careful or is_finite(results["dk"], dq)):  # of dv only sums of finite terms may be infinite then
             return None
         return results | {"dq": dq.reshape(*self.heads, problem.n_queries, problem.head_dim)}
+
+    def probabilities(self, q: ndarray, weights: RowWeights, *, careful: bool) -> ndarray:
+        """Return P."""
+        bounded = "bias" not in self.operands and self.task.score is None
+        s = self.scores(q, careful=careful)
+        p = exponentials(s, self.to_scores(weights.reference), bounded=bounded)
+        self.hide(p)
+        p *= self.to_scores(weights.factors)
+        return p
+
+    def sum_bias(self, name: str, ds: ndarray) -> ndarray:
+        """Return the gradient of the bias, or its tangent, of derivatives by scores."""
+        dbias, like = np.moveaxis(self.by_group(ds), -3, -1), self.take(name, self.task.results[name])
+        dtype = np.float64 if 1 in like.shape[-2:] else self.dtype
+        return summed_to(dbias, like.shape, dtype).copy()  # as ds may change

@@ -29,33 +29,54 @@ from cuattn.cpu.walk import Item, Tiles, Walk
 class ForwardWalk(Walk):
     """Computes items of work in one thread: algorithm 2, with the loops exchanged."""
 
-    def __init__(self, task: Tiles) -> None:
+    def __init__(self, task: Tiles, **widths: int) -> None:
         width, tiles = task.problem.head_dim_v, task.blocks.step + 1
-        super().__init__(task, {"o": width, "weighed": tiles * width, "sums": tiles, "halves": UNIT})
+        own = {"o": width, "weighed": tiles * width, "sums": tiles, "halves": UNIT}
+        super().__init__(task, own | widths)
         self._ones = np.ones((1, self.blocks.keys), self.dtype)
 
     def __call__(self, item: Item) -> None:
         """Compute an item; again, with care for what is hidden, if something is not a finite number."""
         self.turn_to(item)
-        queries = item.group.of_queries(self.task.operands["q"], item.rows)
-        upright, self._q = self.load("q", queries, self.task.factor)
-        self._bounded = self.bounded(longest_of(upright))
+        self._load_rows()
         self._attend(careful=False)
-        if not is_finite(self._o, self._l):
+        if not is_finite(*self._totals()):
             self._attend(careful=True)
         self._finish()
 
+    def _load_rows(self) -> None:
+        queries = self.item.group.of_queries(self.task.operands["q"], self.item.rows)
+        upright, self._q = self.load("q", queries, self.task.factor)
+        self._bounded = self.bounded(longest_of(upright))
+
+    def _totals(self) -> list[ndarray]:
+        """Return the sums over keys."""
+        return [self._o, self._l]
+
     def _attend(self, *, careful: bool) -> None:
         """Take the row tiles through the tiles that they see."""
-        self._o = self.buffers.get("o", self.members, self.blocks.rows, self.problem.head_dim_v)
-        self._o.fill(0)
+        self._o = self._total("o")
         self._l, self._reference = np.zeros((2, self.members, self.blocks.rows), self.dtype)
         self._m = np.full_like(self._reference, -np.inf)
         for part in self.item.parts:
             self._advance(part, careful=careful)
 
+    def _total(self, name: str) -> ndarray:
+        """Return a sum of values, 0 yet."""
+        total = self.buffers.get(name, self.members, self.blocks.rows, self.problem.head_dim_v)
+        total.fill(0)
+        return total
+
     def _advance(self, part: Part, *, careful: bool) -> None:
         """Take the row tiles through a part of their tiles: algorithm 2, lines 10 to 16."""
+        p = self._exponentials(part, careful=careful)  # lines 10 to 13
+        self._sum(self._l, p)
+        if self.task.dropout is not None:
+            self.drop(p, self.dropped(part))  # line 14
+        self._weigh(self._o, p, part, "v", careful=careful)  # lines 15 and 16
+
+    def _exponentials(self, part: Part, *, careful: bool) -> ndarray:
+        """Return the exponentials of a part's scores, to which statistics and sums are adapted."""
         s, masks = self.make_scores(part, self._q, careful=careful)  # line 10
         if self._bounded:  # all scores are within the window, so references stay 0
             if self.problem.statistics:
@@ -70,16 +91,22 @@ class ForwardWalk(Walk):
                 hide(tile, shown, -np.inf)  # line 11
             self._follow(s)  # lines 12 and 13
             relative(s)
-        sums = self.buffers.get("sums", len(s), 1 + part.count, 1, self.blocks.rows)
-        np.matmul(self._ones, s, sums[:, 1:])
-        if self.task.dropout is not None:
-            self.drop(s, self.dropped(part))  # line 14
-        weighed = self.buffers.get("weighed", len(s), 1 + part.count, *self._o.shape[1:])
-        for slots, v in self.by_run(part, self.values):
-            product(s[:, slots].swapaxes(2, 3), v, weighed[:, 1:][:, slots], careful=careful)
-        for terms, total in ((sums[:, :, 0], self._l), (weighed, self._o)):  # lines 15 and 16
-            terms[:, 0] = total
-            np.add.reduce(terms, 1, None, total)
+        return s
+
+    def _sum(self, total: ndarray, p: ndarray) -> None:
+        """Add a part's weights to a sum, tile after tile."""
+        sums = self.buffers.get("sums", len(p), 1 + p.shape[1], 1, self.blocks.rows)
+        np.matmul(self._ones, p, sums[:, 1:])
+        sums[:, 0, 0] = total
+        np.add.reduce(sums[:, :, 0], 1, None, total)
+
+    def _weigh(self, total: ndarray, p: ndarray, part: Part, name: str, *, careful: bool) -> None:
+        """Add values, "v" or "tv", times weights to a sum, tile after tile."""
+        weighed = self.buffers.get("weighed", len(p), 1 + part.count, *total.shape[1:])
+        for slots, v in self.by_run(part, name):
+            product(p[:, slots].swapaxes(2, 3), v, weighed[:, 1:][:, slots], careful=careful)
+        weighed[:, 0] = total
+        np.add.reduce(weighed, 1, None, total)
 
     def _follow(self, s: ndarray) -> None:
         """Move the references of the rows whose highest score has left the window, and take s relative to them."""
@@ -90,11 +117,15 @@ class ForwardWalk(Walk):
         if away.any():
             moved = np.where(away, m, reference)
             shrink = np.where(seen, exponential(reference - moved), 0)
-            self._l *= shrink
-            self._o *= shrink[..., None]
+            self._shrink(shrink)
             reference[...] = moved
         if reference.any():
             s -= reference[:, None, None]
+
+    def _shrink(self, factor: ndarray) -> None:
+        """Multiply the sums of rows by factors."""
+        self._l *= factor
+        self._o *= factor[..., None]
 
     def _highest(self, s: ndarray) -> ndarray:
         """Return the highest score of each row of (members, tiles, keys, rows)."""
@@ -103,12 +134,18 @@ class ForwardWalk(Walk):
 
     def _finish(self) -> None:
         """Write the results of an item: algorithm 2, lines 15 and 16, once for all."""
-        group, below = self.item.group, np.where(self._l == 0, 1, self._l)
-        below *= below.dtype.type(1 / self.problem.dropout_scale)
-        target = group.of_queries(self.task.results["o"], self.item.rows)
-        o, below = (self.by_head(x)[:, : self.count] for x in (self._o, below))
-        np.divide(o, below[..., None], out=target, casting="unsafe")
+        self._below = np.where(self._l == 0, 1, self._l)
+        self._below *= self.dtype.type(1 / self.problem.dropout_scale)
+        self._write("o", self._o, self._below)
         if self.problem.statistics:
             for name, values in statistics_of(self._l, self._m, self._reference).items():
-                target = group.of_queries(self.task.results[name], self.item.rows)
-                target[...] = self.by_head(values)[:, : self.count]
+                self._write(name, values)
+
+    def _write(self, name: str, values: ndarray, below: ndarray | None = None) -> None:
+        """Write a result of the rows that exist, divided by what is `below`."""
+        target = self.item.group.of_queries(self.task.results[name], self.item.rows)
+        values = self.by_head(values)[:, : self.count]
+        if below is None:
+            target[...] = values
+        else:
+            np.divide(values, self.by_head(below)[:, : self.count, None], out=target, casting="unsafe")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 from numpy import ndarray
 
 from cuattn.problem import Place, Problem
@@ -19,14 +20,6 @@ from cuattn.tracing.graph import constant, order, variable
 _VARIABLES = tuple(map(variable, "bhij"))
 _PAIR = {*_VARIABLES[2:]}
 _UNCHANGED = variable("s")
-
-
-class _Term(NamedTuple):
-    """An array that a function adds by row and key: its slot, its indices, and the function without it."""
-
-    slot: int
-    indices: tuple[Node, ...]
-    rest: Node
 
 
 class Pairs(NamedTuple):
@@ -54,42 +47,36 @@ def with_bias(
 ) -> tuple[Problem, Mapping[str, ndarray], Pairs | None]:
     """Return a problem and its operands with what the score function adds by row and key as the bias."""
     score = problem.score
-    term = None if score is None or problem.bias is not None or problem.runs else term_of(score.root)
+    whole = problem.operation in ("forward", "backward") and not problem.runs
+    term = None if score is None or problem.bias is not None or not whole else term_of(score.root)
     if term is None:
         return problem, operands, None
-    array = operands[f"score{term.slot}"]
-    index = _place_in(array.shape, term.indices, problem, place)
-    if index is None:
+    (slot, indices), rest = term
+    array, axes = operands[f"score{slot}"], [_VARIABLES.index(x) if x in _VARIABLES else -1 for x in indices]
+    firsts = place.batch, place.head, place.row, place.key
+    lengths = math.prod(problem.batch), problem.heads, problem.n_queries, problem.n_keys, 1
+    index = tuple([
+        slice(firsts[axis], firsts[axis] + lengths[axis]) if axis >= 0 else slice(x.value, x.value + 1 or None)
+        for x, axis in zip(indices, axes, strict=True)
+    ])  # fmt: skip
+    if array[index].shape != tuple([lengths[axis] for axis in axes]):  # what lies beyond its ends is read, too
         return problem, operands, None
-    read = [x for x in _VARIABLES if x in term.indices]
-    order = [[x for x in term.indices if x in read].index(x) for x in read]
-    batch = problem.batch if _VARIABLES[0] in read else (1,) * len(problem.batch)
+    batch = problem.batch if 0 in axes else (1,) * len(problem.batch)
+    shape = *batch, problem.heads if 1 in axes else 1, problem.n_queries, problem.n_keys
+    order = np.argsort(axes)
 
     def view(array: ndarray) -> ndarray:
-        part = array[index].transpose(order)[tuple([slice(None) if x in read else None for x in _VARIABLES])]
-        return part.reshape(*batch, *part.shape[1:])
+        return array[index].transpose(order).reshape(shape)
 
-    learned = tuple(slot for slot in score.learned if slot != term.slot)
-    pairs = Pairs(term.slot, learned != score.learned, array.shape, view)
-    left = None if term.rest is _UNCHANGED and not learned else score._replace(root=term.rest, learned=learned)
-    return replace(problem, score=left, bias=array.dtype), {**operands, "bias": view(array)}, pairs
-
-
-def _place_in(
-    shape: tuple[int, ...], indices: tuple[Node, ...], problem: Problem, place: Place
-) -> tuple[int | slice, ...] | None:
-    """Return where in an array the elements for a problem are; None where indices leave it."""
-    firsts = place.batch, place.head, place.row, place.key
-    lengths = math.prod(problem.batch), problem.heads, problem.n_queries, problem.n_keys
-    whole = {x: slice(first, first + n) for x, first, n in zip(_VARIABLES, firsts, lengths, strict=True)}
-    found = tuple([whole.get(x, x.value) for x in indices])
-    fits = [x.stop <= n if isinstance(x, slice) else -n <= x < n for x, n in zip(found, shape, strict=True)]
-    return found if all(fits) else None
+    learned = tuple(other for other in score.learned if other != slot)
+    left = None if rest is _UNCHANGED and not learned else score._replace(root=rest, learned=learned)
+    problem = replace(problem, score=left, bias=array.dtype)
+    return problem, {**operands, "bias": view(array)}, Pairs(slot, learned != score.learned, array.shape, view)
 
 
 @lru_cache(maxsize=256)
-def term_of(root: Node) -> _Term | None:
-    """Return the array that a score function adds by row and key, one of them if there are some.
+def term_of(root: Node) -> tuple[tuple[int, tuple[Node, ...]], Node] | None:
+    """Return the slot and the indices of an array that a score function adds by row and key, and what it does beside.
 
     Parameters
     ----------
@@ -97,10 +84,9 @@ def term_of(root: Node) -> _Term | None:
 
     Examples
     --------
-    >>> import numpy as np
     >>> from cuattn.tracing import trace
     >>> term_of(trace(lambda s, b, h, i, j, x=np.ones((2, 4, 4)): s - h + x[h, i, j]).root)
-    _Term(slot=0, indices=(h, i, j), rest=subtract(s, to_float(h)))
+    ((0, (h, i, j)), subtract(s, to_float(h)))
     """
     waiting, nodes = [addend(root)], order(root)
     while waiting and waiting[-1] is not None:
@@ -108,9 +94,9 @@ def term_of(root: Node) -> _Term | None:
         if node.op in ("add", "subtract"):
             waiting += node.args[: 2 if node.op == "add" else 1]
         elif node.op == "load" and node.kind == "f" and _is_pair(node.args):
-            uses = [x for x in nodes if node in x.args or (x.op, x.value) == (node.op, node.value)]
-            if len(uses) == 2:  # itself and the sum
-                return _Term(node.value, node.args, substitute(root, {node: constant(0.0)}))
+            reads = [x for x in nodes if (x.op, x.value) == (node.op, node.value)]
+            if len(reads) == 1 and sum(x.args.count(node) for x in nodes) == 1:
+                return (node.value, node.args), substitute(root, {node: constant(0.0)})
     return None
 
 

@@ -6,7 +6,7 @@ diagonals; what depends on rows or on keys alone broadcasts.
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +16,21 @@ from numpy.lib.stride_tricks import as_strided
 from cuattn.cpu.arithmetic import SUM, is_finite, summed_to
 from cuattn.cpu.blocks import UNIT
 from cuattn.io_model.sizes import cdiv
-from cuattn.problem import Place, Problem, ScoreFunction
+from cuattn.problem import OPERATIONS, Place, Problem, ScoreFunction
 from cuattn.rng import BLOCK
-from cuattn.tracing import Bound, I, J, Node, Program, S, Weight, addend, derivative, weights
+from cuattn.tracing import Bound, I, J, Node, Program, S, Weight, addend, along, bounds, derivative, weights
 from cuattn.tracing.bound import Layout
 from cuattn.tracing.build import substitute
 from cuattn.tracing.derivatives import on_diagonals
-from cuattn.tracing.graph import load
+from cuattn.tracing.extremes import Extremes, of_dtype
+from cuattn.tracing.graph import is_constant, load
+from cuattn.tracing.ranges import Interval
 
 _DIAGONAL = 64  # keys whose diagonals are summed together, at most: with more of them lines have more that is 0
+
+
+Values = dict[str, Any]
+"""Derivatives of a score function by name, see `_Compiled`."""
 
 
 class Term(NamedTuple):
@@ -49,27 +55,40 @@ class _Compiled(NamedTuple):
     Attributes
     ----------
     program : Program
-        Of the score and, for a backward, of its slope, if that is not 1, and of the weights.
+        Of the score, and of its derivatives.
+    names : list of str
+        Of these: "slope", of the score, and "weight 0", ..., by elements of arrays; "along ..." is a tangent by the
+        tangents of arrays, "curve ..." the derivative by the score.  One is missing that is 0, a slope that is 1.
     diagonals : Program or None
         Of values that depend on i - j alone, which the program finds in further slots.
-    sloped : bool
-        Whether there is a slope.
     weights : list of (Weight, Program)
         How the score depends on elements of arrays, and where in these they lie.
     """
 
     program: Program
+    names: list[str]
     diagonals: Program | None
-    sloped: bool
     weights: list[tuple[Weight, Program]]
 
 
 @lru_cache(maxsize=256)
-def _compiled(score: ScoreFunction, dtype: np.dtype, *, backward: bool, even: bool) -> _Compiled:
-    """Return what is computed of a score function; `even` rows and keys have indices that follow each other."""
-    facts, sloped = score.facts, backward and addend(score.root) is None
+def _compiled(score: ScoreFunction, dtype: np.dtype, operation: str, *, moves: bool, even: bool) -> _Compiled:
+    """Return what an operation computes of a score function.
+
+    Where scores move, derivatives are those along tangents, too; `even` rows and keys have indices that follow each
+    other.
+    """
+    facts, replays = score.facts, OPERATIONS[operation].replays
     found = [weight for slot in score.learned for weight in weights(score.root, slot)]
-    roots = (score.root, *[derivative(score.root)] * sloped, *(weight.weight for weight in found))
+    first = {f"weight {n}": weight.weight for n, weight in enumerate(found)}
+    if (replays or moves) and addend(score.root) is None:
+        first["slope"] = derivative(score.root)
+    tangents = dict(score.tangents)
+    second = {"along": along(score.root, tangents)} if moves else {}
+    for name, root in first.items() if moves and replays else ():
+        second |= {f"along {name}": along(root, tangents), f"curve {name}": derivative(root)}
+    wanted = first | {name: root for name, root in second.items() if not is_constant(root, 0)}
+    roots = (score.root, *wanted.values())
     nodes = _diagonal_nodes(roots) if even else []
     slots = {node: load(slot, node.kind, ()) for slot, node in enumerate(nodes, len(facts.arrays))}
     layouts = [Layout(np.dtype(bool) if node.kind == "b" else dtype, ()) for node in nodes]
@@ -77,9 +96,8 @@ def _compiled(score: ScoreFunction, dtype: np.dtype, *, backward: bool, even: bo
         tuple([substitute(root, slots) for root in roots]), dtype, facts._replace(arrays=(*facts.arrays, *layouts))
     )
     diagonals = Program(tuple(nodes), dtype, facts) if nodes else None
-    return _Compiled(
-        program, diagonals, sloped, [(weight, Program((weight.offset,), dtype, facts)) for weight in found]
-    )
+    places = [(weight, Program((weight.offset,), dtype, facts)) for weight in found]
+    return _Compiled(program, [*wanted], diagonals, places)
 
 
 def _diagonal_nodes(roots: Sequence[Node]) -> list[Node]:
@@ -114,13 +132,24 @@ class Scores:
         self.rows = _indices(place.row, place.row_blocks, unit, problem.n_queries)
         self.keys = _indices(place.key, place.key_blocks, unit, problem.n_keys)
         self._first = place.batch, place.head
-        bound = Bound(score.root, tuple([operands[name] for name in score.names]), tuple(numbers))
-        self.backward = problem.operation == "backward"
-        made = _compiled(score, problem.stat_dtype, backward=self.backward, even=self.even)
-        self.compute = made.program.ready(bound)
+        self._bound = bound = Bound(score.root, tuple([operands[name] for name in score.names]), tuple(numbers))
+        self._last = place.batch + math.prod(problem.batch) - 1, place.head + problem.heads - 1
+        made = _compiled(score, problem.stat_dtype, problem.operation, moves=problem.moves, even=self.even)
+        self.primal = "dq" in OPERATIONS[problem.operation].results
+        self.compute, self.names = made.program.ready(bound), made.names
         self.diagonals = made.diagonals and made.diagonals.ready(bound)
-        self.sloped = made.sloped
         self.weights = [(weight, bound.arrays[weight.slot].size, where.ready(bound)) for weight, where in made.weights]
+
+    @cached_property
+    def largest(self) -> float:
+        """What no number that the function adds is beyond; infinite if it does anything but add, or may add NaN."""
+        rest = addend(self._bound.root)
+        if rest is None:
+            return math.inf
+        ends = *zip(self._first, self._last, strict=True), *[(x[0], x[-1]) for x in (self.rows, self.keys)]
+        variables = {name: Interval(*map(np.float64, pair)) for name, pair in zip("bhij", ends, strict=True)}
+        found = bounds([rest], variables, [*map(_elements, self._bound.arrays)], self._bound.numbers)[rest]
+        return math.inf if found.nan else float(max(-found.lo, found.hi))
 
     def of(self, batch: Any, heads: Any, rows: slice, keys: slice) -> "Stretch":
         """Return the function for some rows and keys of some heads.
@@ -134,6 +163,14 @@ class Scores:
         """
         b, h = (np.add(x, first, dtype=np.int32) for x, first in zip((batch, heads), self._first, strict=True))
         return Stretch(self, b, h, rows, keys)
+
+
+def _elements(array: ndarray) -> Extremes:
+    """Return what bounds any element of an array."""
+    if not array.size or array.dtype == bool:
+        return of_dtype(array.dtype)
+    ends = [np.float64(end) for end in (array.min(), array.max())]
+    return lambda indices: Interval(*ends, nan=bool(np.isnan(ends[0])))
 
 
 def _indices(first: int, blocks: ndarray | None, unit: int, length: int) -> ndarray:
@@ -174,7 +211,7 @@ class Stretch:
         j = self._j[start : start + n * keys].reshape(n, keys, 1)
         return {**self._heads(4), "i": self._i.reshape(tiles, 1, 1, rows), "j": j}
 
-    def __call__(self, s: ndarray, first: int) -> list[ndarray]:
+    def __call__(self, s: ndarray, first: int) -> Values:
         """Replace scores by the function's values.
 
         Parameters
@@ -185,8 +222,8 @@ class Stretch:
 
         Returns
         -------
-        list of ndarray
-            Of a backward the slope, if there is one, and the weights; they broadcast to the scores.
+        dict of str to ndarray
+            The derivatives that the operation needs, which broadcast to the scores.
         """
         *_, keys, rows = s.shape
         start = len(self._j) - 1 - (first - self._first_key)
@@ -196,19 +233,37 @@ class Stretch:
             shape, strides = (*line.shape[:-1], *s.shape[-4:]), (*steps, rows * step, -keys * step, -step, step)
             views.append(as_strided(line[..., start:], shape, strides, writeable=False))
         variables = {"s": s, **self._variables(first, s.shape[-4:])}
-        value, *more = self._scores.compute(variables, None if self._scores.backward else s, views)
-        more = [x.copy() if x is s else x for x in more]
+        value, *more = self._scores.compute(variables, None if self._scores.names else s, views)
+        found = {name: x.copy() if x is s else x for name, x in zip(self._scores.names, more, strict=True)}
         if value is not s:
             np.copyto(s, value)
-        return more
+        return found
 
-    def differentiate(self, ds: ndarray, more: Sequence[ndarray], first: int) -> list[Term]:
+    def move(self, t: ndarray, values: Values) -> Values:
+        """Turn tangents of the scores that went into the function into those of its values.
+
+        Returns
+        -------
+        dict of str to ndarray
+            The tangents of "slope" and "weight 0", ..., that are not 0.
+        """
+        moved: Values = {}
+        for name in values:
+            kind, _, of = name.partition(" ")
+            if kind in ("along", "curve") and of:
+                moved[of] = moved.get(of, 0) + (values[name] if kind == "along" else values[name] * t)
+        _multiply(t, values.get("slope"))
+        if "along" in values:
+            t += values["along"]
+        return moved
+
+    def differentiate(self, ds: ndarray, values: Values, first: int) -> list[Term]:
         """Turn derivatives by the function's values into those by the scores that went into it.
 
         Parameters
         ----------
         ds : ndarray
-        more : sequence of ndarray
+        values : dict of str to ndarray
             What the call returned for these scores.
         first : int
             The first of their keys.
@@ -218,9 +273,28 @@ class Stretch:
         list of Term
             Of the gradients of arrays.
         """
+        found = self._terms("dscore", ds, values, first)
+        _multiply(ds, values.get("slope"))
+        return found
+
+    def differentiate_moved(self, ds: ndarray, tds: ndarray, values: Values, moved: Values, first: int) -> list[Term]:
+        """As `differentiate`, of derivatives and their tangents; `moved` is what `move` returned."""
+        found = self._terms("tdscore", tds, values, first) + self._terms("tdscore", ds, moved, first)
+        if self._scores.primal:
+            found += self._terms("dscore", ds, values, first)
+        _multiply(tds, values.get("slope"))
+        if "slope" in moved:
+            tds += _product(ds, moved["slope"])
+        _multiply(ds, values.get("slope"))
+        return found
+
+    def _terms(self, gradient: str, ds: ndarray, values: Values, first: int) -> list[Term]:
+        """Return the terms of gradients from derivatives by the function's values."""
         scores, found = self._scores, []
-        for (weight, size, where), values in zip(scores.weights, more[scores.sloped :], strict=True):
-            x, variables = _product(ds, values), self._variables(first, ds.shape[-4:])
+        for n, (weight, size, where) in enumerate(scores.weights):
+            if f"weight {n}" not in values:
+                continue
+            x, variables = _product(ds, values[f"weight {n}"]), self._variables(first, ds.shape[-4:])
             if weight.place == "diagonal" and scores.even:
                 x, d = along_diagonals(x)
                 variables = self._of_differences(variables["i"][..., :1] - variables["j"][:, :1] + d, 4)
@@ -230,10 +304,14 @@ class Stretch:
             elements = elements.reshape(-1).astype(np.intp, copy=False)  # other dtypes would take ten times as long
             if x.size > size:
                 x, elements = np.bincount(elements, x, size), None
-            found.append(Term(f"dscore{weight.slot}", elements, x))
-        if scores.sloped:
-            np.copyto(ds, _product(ds, more[0]))
+            found.append(Term(f"{gradient}{weight.slot}", elements, x))
         return found
+
+
+def _multiply(ds: ndarray, slope: ndarray | None) -> None:
+    """Multiply derivatives by a slope, if there is one."""
+    if slope is not None:
+        np.copyto(ds, _product(ds, slope))
 
 
 def _product(ds: ndarray, factor: ndarray) -> ndarray:

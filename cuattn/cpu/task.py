@@ -9,7 +9,7 @@ from numpy import ndarray
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.score import Scores
 from cuattn.cpu.threads import Turns
-from cuattn.problem import Problem
+from cuattn.problem import OPERATIONS, Problem
 
 Arrays = Mapping[str, ndarray]
 
@@ -36,6 +36,8 @@ class Task:
     ----------
     sizes : list of int
         Of the groups of its items of work, which a worker is handed by ``item(group, n)``.
+    replays : bool
+        Whether gradients are computed, from a forward's statistics.
     factor : float
         Of queries, which makes their products with keys scores, or what the cap is put on.
     """
@@ -51,4 +53,5 @@ class Task:
 
     def __post_init__(self) -> None:
         self.turns = Turns()
+        self.replays = OPERATIONS[self.problem.operation].replays
         self.factor = self.problem.scale / (self.problem.softcap or 1)

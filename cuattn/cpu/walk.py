@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from cuattn.cpu.arithmetic import WINDOW, add_bias, longest_of, transposed
+from cuattn.cpu.arithmetic import WINDOW, add_bias, longest_of, move_softcap, transposed
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
-from cuattn.cpu.score import Scores, Stretch
+from cuattn.cpu.score import Scores, Stretch, Values
 from cuattn.cpu.task import Task
 from cuattn.cpu.tiles import Part, Visibility
 from cuattn.io_model.sizes import cdiv
@@ -57,13 +57,18 @@ class Tiles(Task):
         parts = self.visibility.parts((*group.batch, group.start), stack * self.blocks.stack)
         rows = slice(stack * size, min((stack + 1) * size, self.problem.n_queries))
         turns = []
-        if self.problem.operation == "backward":
+        if self.replays:
             line = () if self.shares else (*group.batch, group.kv_start)
             turns = [self.turns.take((line, step)) for step in (*(part.index for part in parts), END)]
         return Item(group, rows, parts, turns)
 
     def max_norm(self, name: str, group: HeadGroup) -> float:
-        """Return the length of the longest key or value, "k" or "v", of some heads; not finite where one is not."""
+        """Return the length of the longest of "k", "v", "tk" or "tv" of some heads; not finite where one is not.
+
+        Where there are none it is 0.
+        """
+        if name not in self.operands:
+            return 0.0
         key = (name, *group.batch, group.kv_start)
         if key not in self._max_norms:
             self._max_norms[key] = longest_of(group.of_keys(self.operands[name]), self.problem.stat_dtype)
@@ -78,8 +83,8 @@ class Walk:
 
     Attributes
     ----------
-    keys, values : ndarray, (heads | 1, places, blocks.keys, width)
-        In the precision of the sums.
+    tiles : dict of str to ndarray, (heads | 1, places, blocks.keys, width)
+        Of k, v and their tangents, in the precision of the sums.
 
     Parameters
     ----------
@@ -94,13 +99,17 @@ class Walk:
         widths |= {"s": blocks.step * blocks.keys, "q": problem.head_dim, "q transposed": problem.head_dim}
         if problem.softcap is not None:
             widths["tanh"] = widths["s"]
+            if problem.moves:
+                widths["slope"] = widths["s"]
+        self._of_keys = [name for name in ("k", "v", "tk", "tv") if name in task.operands]
         sizes = {name: blocks.heads * blocks.stack * blocks.rows * width for name, width in widths.items()}
         self._in_place = reads_in_place(problem, task.operands, blocks.keys)
         if not self._in_place:
             keys = (1 if problem.group > 1 else blocks.heads) * blocks.held * blocks.keys
-            sizes |= {"k": keys * problem.head_dim, "v": keys * problem.head_dim_v}
+            sizes |= {name: keys * task.operands[name].shape[-1] for name in self._of_keys}
         self.buffers = Buffers(self.dtype, sizes)
-        self.slopes: list[list[ndarray]] = []  # of a backward's score function, by run of the part
+        self.slopes: list[Values] = []  # derivatives of the score function, by run of the part
+        self.moved: list[Values] = []  # and their tangents
         self._heads: tuple | None = None
 
     def turn_to(self, item: Item) -> None:
@@ -112,13 +121,13 @@ class Walk:
         if self._heads == (group.batch, group.kv_start):
             return
         self._heads, self._held = (group.batch, group.kv_start), {}
-        self._sources = [group.of_keys(self.task.operands[name]) for name in "kv"]
-        self.keys, self.values = (
-            x.reshape(len(x), self.blocks.key_tiles, self.blocks.keys, x.shape[-1])
+        self._sources = {name: group.of_keys(self.task.operands[name]) for name in self._of_keys}
+        self.tiles = {
+            name: x.reshape(len(x), self.blocks.key_tiles, self.blocks.keys, x.shape[-1])
             if self._in_place
             else self.buffers.get(name, len(x), self.blocks.held, self.blocks.keys, x.shape[-1])
-            for name, x in zip("kv", self._sources, strict=True)
-        )
+            for name, x in self._sources.items()
+        }
 
     def _stretch_of(self, item: Item, score: Scores) -> Stretch:
         """Return the score function for what an item sees."""
@@ -137,7 +146,8 @@ class Walk:
 
     def _load(self, index: int, place: int) -> None:
         held, first, size = (n * self.blocks.keys for n in (self.blocks.held, place, self.blocks.step))
-        for source, tiles in zip(self._sources, (self.keys, self.values), strict=True):
+        for name, source in self._sources.items():
+            tiles = self.tiles[name]
             there = source[:, index * size : (index + 1) * size]
             copy = tiles.reshape(len(tiles), held, tiles.shape[-1])[:, first : first + size]
             copy[:, : there.shape[1]] = there
@@ -152,14 +162,15 @@ class Walk:
         if self.problem.softcap is not None and largest < math.inf:
             largest = self.problem.softcap
         if self.task.score is not None:
-            return False
+            largest += self.task.score.largest
         if "bias" in self.task.operands:
             bias = self.item.group.of_queries(self.task.operands["bias"], self.item.rows)
             largest += max(float(bias.max()), -float(bias.min()))
         return largest <= WINDOW
 
-    def by_run(self, part: Part, tiles: ndarray) -> Iterator[tuple[slice, ndarray]]:
-        """Yield slots of a part, and the keys or values that belong there."""
+    def by_run(self, part: Part, name: str) -> Iterator[tuple[slice, ndarray]]:
+        """Yield slots of a part, and the keys or values, "k", "v" or their tangents, that belong there."""
+        tiles = self.tiles[name]
         for first, slots, _ in part.runs:
             place = first % tiles.shape[1]
             yield slots, tiles[:, place : place + slots.stop - slots.start]
@@ -186,10 +197,8 @@ class Walk:
 
         q is (members, width, rows), scaled.  Algorithms 2 and 4, lines 10 and 11: what is hidden is not yet.
         """
-        s = self.buffers.get("s", len(q), part.count, self.blocks.keys, self.blocks.rows)
         self._hold(part.index)
-        for slots, k in self.by_run(part, self.keys):
-            np.matmul(k, q[:, None], s[:, slots])
+        s = self.by_keys("s", part, "k", q)
         if self.problem.softcap is not None:
             self.tanh = np.tanh(s, out=self.buffers.get("tanh", *s.shape))
             np.multiply(self.tanh, self.problem.softcap, out=s)
@@ -204,6 +213,42 @@ class Walk:
             by_head[:, -1, ..., (self.count - 1) % self.blocks.rows + 1 :] = -np.inf
         masks = [(slots, *shown()) for slots, shown in part.masks]
         return s, [(s[:, slots, keys], bits) for slots, keys, bits in masks]
+
+    def make_tangents(self, part: Part, q: ndarray, tq: ndarray | None) -> ndarray:
+        """Return the tangents of the scores of a part, which were made last; q and its tangent are those of the scores.
+
+        Of a backward, `slope` is then that of the cap, `tanh` the tangent of that, and `moved` those of a function.
+        """
+        terms = [] if tq is None else [("k", tq)]
+        terms += [("tk", q)] if "tk" in self.tiles else []
+        t = self.sum_by_keys("t", part, terms, len(q))
+        if self.problem.softcap is not None:
+            self.slope = self.buffers.get("slope", *t.shape)
+            move_softcap(t, self.tanh, self.slope, self.problem.softcap)
+        tiles = self.by_head_and_run(part, t)
+        self.moved = [self._stretch.move(tile, values) for (tile, _), values in zip(tiles, self.slopes, strict=False)]
+        if "tbias" in self.task.operands:
+            for tile, tbias in self.bias_of(self.task.operands["tbias"], part, t):
+                tile += transposed(tbias.swapaxes(1, 2))
+        return t
+
+    def sum_by_keys(self, out: str, part: Part, terms: list[tuple[str, ndarray]], members: int) -> ndarray:
+        """Return the sum of such products as `by_keys` returns, none or some; the buffer "u" is overwritten."""
+        if not terms:
+            total = self.buffers.get(out, members, part.count, self.blocks.keys, self.blocks.rows)
+            total.fill(0)
+            return total
+        total = self.by_keys(out, part, *terms[0])
+        for name, rows in terms[1:]:
+            total += self.by_keys("u", part, name, rows)
+        return total
+
+    def by_keys(self, out: str, part: Part, name: str, rows: ndarray) -> ndarray:
+        """Return the products of keys or values, "k", "v" or their tangents, of a part with rows, in a buffer."""
+        s = self.buffers.get(out, len(rows), part.count, self.blocks.keys, self.blocks.rows)
+        for slots, x in self.by_run(part, name):
+            np.matmul(x, rows[:, None], s[:, slots])
+        return s
 
     def by_head_and_run(self, part: Part, s: ndarray) -> Iterator[tuple[ndarray, int]]:
         """Yield a part's neighbouring tiles, (heads, row tiles, key tiles, keys, rows), and the first of their keys."""
@@ -241,5 +286,5 @@ def reads_in_place(problem: Problem, operands: Arrays, keys: int) -> bool:
         and x.strides[-1] == x.itemsize
         and x.strides[-2] >= x.shape[-1] * x.itemsize
         and not x.strides[-2] % x.itemsize
-        for x in (operands["k"], operands["v"])
+        for x in (operands[name] for name in ("k", "v", "tk", "tv") if name in operands)
     )

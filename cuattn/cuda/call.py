@@ -11,12 +11,16 @@ from cuattn.cuda.arguments import Array, Axes, collapse, layout_fields, load_byt
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import device_of
 from cuattn.cuda.functions import Functions
-from cuattn.cuda.params import PARAMS, derived
+from cuattn.cuda.params import PARAMS, TANGENTS, derived
 from cuattn.cuda.sequence import LaunchSequence
 from cuattn.cuda.source import calls_functions, constants_of, functions_text, slots_read
 from cuattn.cuda.tables import CallMasks
 from cuattn.plans import Plan
 from cuattn.problem import OPERATIONS, Problem, ScoreFunction
+
+_OWN = {
+    name.partition(".")[0] for name in TANGENTS.names if "." in name
+}  # arrays that only kernels along tangents take
 
 
 class Own(NamedTuple):
@@ -91,7 +95,7 @@ class Call:
         """:meth:`begin` the call, add its launches, and plan it."""
         raise NotImplementedError
 
-    def begin(self, scratch: dict[str, Array], counters: int = 0) -> None:
+    def begin(self, scratch: dict[str, Array], counters: int = 0, arithmetic: np.dtype | None = None) -> None:
         """Make the launch sequence, empty yet.
 
         Parameters
@@ -99,6 +103,8 @@ class Call:
         scratch : dict of str to Array
         counters : int, optional
             See :class:`LaunchSequence`.
+        arithmetic : numpy.dtype, optional
+            Of a score function; by default that of the sums.
         """
         problem, operation = self.problem, OPERATIONS[self.problem.operation]
         made = operation.made(replace(problem, rank=3), self.operands)  # every axis written out
@@ -106,10 +112,10 @@ class Call:
         self.arrays = {**self.operands, **results}
         self._fields = problem_fields(problem, self.axes)
         for name, array in self.arrays.items():
-            if not ScoreFunction.has(name):
+            if not ScoreFunction.has(name) and name not in _OWN:
                 self._fields |= layout_fields(name, steps_of(array), self.axes, len(problem.batch))
         inputs, score = operation.inputs, problem.score
-        self.functions = None if score is None else Functions(problem, self.operands)
+        self.functions = None if score is None else Functions(problem, self.operands, arithmetic)
         self.sequence = LaunchSequence(
             self.device.number, inputs if score is None else (*inputs, *score.names), results, scratch, counters,
             problem, self.functions,

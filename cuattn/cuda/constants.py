@@ -59,6 +59,8 @@ name                    type     meaning
 ``flush_every``         int      float32, float64: tiles after which long sums are added to memory; 0 = never
 ``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
 ``deterministic``       bool     sm90 backward: key tiles take turns to add to dq
+``dq_tiles``            int      sm90 backward: row tiles of which a block holds dq over all keys; 0 = none
+``inputs``              bool     sm90 passes over pairs of tiles: weights depend on scores
 ``split_delta``         bool     backward: delta is kept in parts, for tensor cores to subtract
 ``dlse``                bool     backward's preprocess: there is a gradient by the rows' log-sum-exps
 ``sum_dq``, ``sum_dk``  bool     the gradient (``sum_dv`` likewise) is added up over broadcast axes later, and leaves
@@ -68,15 +70,27 @@ name                    type     meaning
 ``weights``             int      gradients of a function's arrays: numbers that ``traced::weights`` returns
 ``weight``              int      which of them
 ``shared``              int      what scores share the index of each, three bits a weight (kernels/attn/score_sums.cuh)
+``rests``, ``climbs``   int      sm90 backward: bits of weights that grow by the same from row to row; by more than 0;
+                                 that are multiples of s beside (``tilts``); of all others (``apart``)
+``slopes_of_heads``     bool     sm90 backward: all scores of a head have the same slope
 ``gathers``             int      the same of one weight, whose sums are added to the elements of its array
 ``sharers``             int      threads that share their sums of a slice
 ``walk``                int      which scores a block adds up, see there
 ``by_batch``            bool     the index depends on b
 ``by_head``             bool     the index depends on h
+``alike``               bool     but for the first element of a head it does not
 ``adds``, ``rounds``    bool     there is a sum already; these are the last to be added
 ``result``              type     of what is written then
 ``chunk``, ``part``     int      backward of wide heads: columns loaded at a time, columns that a block owns; else 0
 ``tf32``                bool     float32 products in one TF32 pass instead of float32 accuracy
+``source``, ``stat``    type     along tangents: operands in memory, and l, m and unrounded sums
+``to_elem``             type     the tangent of o read by the backward: ``elem`` or ``acc``
+``columns``             int      along tangents: columns of a result that a block sums
+``owner``               int      along tangents: what a block of the backward sums (kernels/sm80/bwd_jvp.cuh)
+``moves``               bool     scores have a tangent
+``tq``, ``tk``          bool     there is a tangent of q, of k (``tv``, ``tdo``, ``tbias`` likewise)
+``primal``              bool     the gradients are wanted beside their tangents
+``ddo``                 bool     so is the gradient by do, which is the tangent of o
 ======================  =======  ==================================================================================
 """
 

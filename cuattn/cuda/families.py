@@ -35,7 +35,16 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "sm90": Family("bulk tensor copies and warpgroup products", {"forward": sm90.Forward, "backward": sm90.Backward}),
-    "sm80": Family("portable tensor-core kernel", {"forward": sm80.Forward, "backward": sm80.Backward}),
+    "sm80": Family(
+        "portable tensor-core kernel",
+        {
+            "forward": sm80.Forward,
+            "backward": sm80.Backward,
+            "jvp": sm80.Jvp,
+            "backward_jvp": sm80.BackwardJvp,
+            "double_backward": sm80.BackwardJvp,
+        },
+    ),
 }
 """All families by the name that ``kernel=`` gives them, in the order in which they are asked."""
 

@@ -15,7 +15,7 @@ from cuattn.cuda.arguments import Change
 from cuattn.cuda.learned import learned
 from cuattn.cuda.params import PARAMS, derived
 from cuattn.problem import OPERATIONS, Problem
-from cuattn.tracing import Bound, addend, derivative, host_value, source
+from cuattn.tracing import Bound, addend, along, derivative, host_value, source
 from cuattn.tracing.graph import constant
 
 _PREFIX = "traced."
@@ -32,6 +32,8 @@ class Functions:
         With a score function.
     operands : mapping of str to array
         The function's arrays "score0", "score1", ... among them.
+    arithmetic : numpy.dtype, optional
+        By default that of the problem's sums.
 
     Attributes
     ----------
@@ -45,19 +47,34 @@ class Functions:
         Its fields that take addresses, and the operands whose they are.
     """
 
-    def __init__(self, problem: Problem, operands: Mapping[str, Any]) -> None:
-        score = problem.score
-        replays, found = OPERATIONS[problem.operation].replays, learned(problem)
+    def __init__(self, problem: Problem, operands: Mapping[str, Any], arithmetic: np.dtype | None = None) -> None:
+        score, operation = problem.score, OPERATIONS[problem.operation]
+        replays, found = operation.replays, learned(problem)
         functions = {
             "score": [score.root],
             "addend": [addend(score.root) or _ZERO],
             "score_and_slope": [score.root, derivative(score.root) if replays else _ONE],
         }
+        if "tq" in operation.optional:
+            slope, tangents = derivative(score.root), dict(score.tangents)
+            moved = along(score.root, tangents), derivative(slope), along(slope, tangents)
+            functions["moved"] = [score.root, slope, *moved]
+            weights = [x.weight.weight for x in found]
+            if weights:
+                functions["weights_moved"] = [
+                    *weights,
+                    *(along(x, tangents) for x in weights),
+                    *map(derivative, weights),
+                ]
+                functions["places"] = [x.weight.offset for x in found]
         if score.learned:
             functions["weights"] = [x.weight.weight for x in found] or [_ZERO]
+            functions["tilts"] = [x.line.tilt if x.line else _ZERO for x in found] or [_ZERO]
+            functions["steps"] = [x.line.step if x.line else _ZERO for x in found] or [_ZERO]
             for name in ("number", "offset", "base"):
                 functions[f"{name}s"] = [getattr(x, name) for x in found] or [constant(0)]
-        made = source(functions, score.facts, problem.stat_dtype, short=problem.dtype.itemsize == 2)
+        dtype = arithmetic or problem.stat_dtype
+        made = source(functions, score.facts, dtype, short=problem.dtype.itemsize == 2)
         arrays = tuple(operands[name] for name in score.names)
         self.text, self._nodes = made.text, made.numbers
         self._numbers = struct.Struct("=" + "".join(map(_FORMATS.get, score.facts.numbers)))

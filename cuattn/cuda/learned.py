@@ -7,11 +7,31 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.problem import Problem, ScoreFunction
-from cuattn.tracing import I, J, Node, Weight, weights
-from cuattn.tracing.graph import constant, variable
+from cuattn.tracing import B, H, I, J, Node, S, Weight, derivative, is_linear, row_step, weights
+from cuattn.tracing.build import substitute
+from cuattn.tracing.graph import constant, order, variable
 from cuattn.tracing.proxy import Proxy, as_node
 
+_MULTIPLES = "multiply", "true_divide", "negative"
 _SLICE = 256  # elements that a block of threads keeps sums of
+
+
+class Line(NamedTuple):
+    """A weight that is a multiple of s, the same for all rows, and a rest that grows by the same from row to row.
+
+    Attributes
+    ----------
+    tilt : Node
+        The factor of s.
+    step : Node
+        By which the rest grows.
+    rests : bool
+        Whether there is one.
+    """
+
+    tilt: Node
+    step: Node
+    rests: bool
 
 
 class Learned(NamedTuple):
@@ -32,6 +52,10 @@ class Learned(NamedTuple):
         The first element that a head may read.
     reach : int
         How far behind that the last one lies.
+    line : Line or None
+        Of the weight, if it is one.
+    alike : bool
+        Heads read alike: how far an element lies behind `base` is the same for all.
     """
 
     weight: Weight
@@ -41,6 +65,8 @@ class Learned(NamedTuple):
     offset: Node
     base: Node
     reach: int
+    line: Line | None
+    alike: bool
 
 
 def learned(problem: Problem) -> tuple[Learned, ...]:
@@ -67,9 +93,20 @@ def _described(weight: Weight, score: ScoreFunction, runs: bool) -> Learned:
     if place == "element" and length <= min(_SLICE, rows + keys - 1):
         place, number = "slice", _number_in(weight, shape, inner)
         offset = weight._replace(indices=_numbered(weight, shape, inner)).offset
-    return Learned(
-        weight, place, length * (place == "slice"), number, offset, weight._replace(indices=first).offset, reach
-    )
+    base = weight._replace(indices=first).offset
+    line = None if runs else _line(weight.weight)
+    alike = not any(weight.indices[axis].depends & (B | H) for axis in inner)
+    return Learned(weight, place, length * (place == "slice"), number, offset, base, reach, line, alike)
+
+
+def _line(weight: Node) -> Line | None:
+    """Return what a weight is as a line."""
+    tilt, rest = derivative(weight), is_linear(weight) and substitute(weight, {variable("s"): constant(0.0)})
+    step = row_step(rest) if rest else None
+    if step is None or tilt.depends & I:
+        return None
+    multiple = all(node.op in ("variable", *_MULTIPLES) for node in order(weight) if node.depends & S)
+    return Line(tilt, step, not (weight.depends & S and multiple))
 
 
 def _number_in(weight: Weight, shape: tuple[int, ...], inner: list[int]) -> Node:

@@ -1,4 +1,4 @@
-"""Combining forwards over disjoint key sets, on a GPU."""
+"""Combining forwards, or jvps, over disjoint key sets, on a GPU."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from cuattn.cuda.arguments import Array
-from cuattn.cuda.params import MAX_PARTS, MERGE_PARAMS
+from cuattn.cuda.params import MAX_PARTS, MERGE_JVP_PARAMS, MERGE_PARAMS
 from cuattn.cuda.sequence import LaunchSequence
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import DTYPES
@@ -18,7 +18,14 @@ _FEW_ROWS = 4096  # below this, the warps of a block share a row
 
 
 @functools.lru_cache(maxsize=256)
-def merge_sequence(device: int, count: int, shape: tuple[int, ...], dtype: np.dtype, stat: np.dtype) -> LaunchSequence:
+def merge_sequence(
+    device: int,
+    count: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    stat: np.dtype,
+    results: tuple[str, ...] = ("o", "l", "m"),
+) -> LaunchSequence:
     """Return what combines C-contiguous parts of equal shapes.
 
     Parameters
@@ -26,16 +33,18 @@ def merge_sequence(device: int, count: int, shape: tuple[int, ...], dtype: np.dt
     device : int
         The current device.
     count : int
-        Number of parts; the inputs are their o, l, m, part by part.
+        Number of parts; the inputs are the `results` of each, part by part.
     shape : tuple of int
         Of o; l and m lack its last axis.
     dtype, stat : dtype
-        Of o, and of l and m.
+        Of o and its tangent, and of l, m and lse's tangent.
+    results : tuple of str, optional
+        Those of a forward, or of a jvp.
 
     Returns
     -------
     LaunchSequence
-        Its results are o, in the parts' dtype and rounded once, l and m.
+        Its results are o, in the parts' dtype and rounded once, l and m; and of jvps the tangents likewise.
     """
 
     levels = [[f" {part}" for part in range(count)]]  # names; each level has one part where there were MAX_PARTS
@@ -44,7 +53,8 @@ def merge_sequence(device: int, count: int, shape: tuple[int, ...], dtype: np.dt
     levels.append([""])
 
     def arrays(names: Iterable[str], o_dtype: np.dtype) -> dict[str, Array]:
-        part = {"o": Array(shape, o_dtype), **dict.fromkeys("lm", Array(shape[:-1], stat))}
+        wide, rows = Array(shape, o_dtype), Array(shape[:-1], stat)
+        part = {own: wide if own in ("o", "to") else rows for own in results}
         return {f"{own}{name}": array for name in names for own, array in part.items()}
 
     inputs, scratch = arrays(levels[0], dtype), arrays(chain(*levels[1:-1]), stat)
@@ -52,7 +62,11 @@ def merge_sequence(device: int, count: int, shape: tuple[int, ...], dtype: np.dt
     for parts, merged in pairwise(levels):
         dtypes = dtype if parts is levels[0] else stat, dtype if merged is levels[-1] else stat, stat
         for number, out in enumerate(merged):
-            add(sequence, shape, dtypes, parts[number * MAX_PARTS :][:MAX_PARTS], out)
+            some = parts[number * MAX_PARTS :][:MAX_PARTS]
+            if "to" in results:
+                _add_jvps(sequence, shape, dtypes, some, out, results)
+            else:
+                add(sequence, shape, dtypes, some, out)
     return sequence
 
 
@@ -92,3 +106,24 @@ def add(
     slots = {name: [f"{name}{part}" for part in parts] for name in "olm"}
     slots |= {f"{name}_out": [f"{name}{out}"] for name in "olm" if f"{name}{out}" in sequence.names}
     sequence.add("util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, MERGE_PARAMS, values, slots)
+
+
+def _add_jvps(
+    sequence: LaunchSequence,
+    shape: tuple[int, ...],
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    parts: Sequence[str],
+    out: str,
+    results: tuple[str, ...],
+) -> None:
+    """Append the launch that combines parts of jvps; the arguments are as in `add`."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    if rows == 0:
+        return
+    part, merged, acc = (DTYPES[dtype].cuda for dtype in dtypes)
+    values = {"rows": rows, "head_dim_v": columns, "parts": len(parts)}
+    slots: dict[str, str | Sequence[str]] = {name: [f"{name}{part}" for part in parts] for name in results}
+    slots |= {f"{name}_out": f"{name}{out}" for name in results}
+    constants = {"acc": acc, "part": part, "out": merged}
+    launched = "util/merge_jvp.cu", "merge_jvp", constants, (cdiv(rows, _WARPS),), 32 * _WARPS
+    sequence.add(*launched, MERGE_JVP_PARAMS, values, slots)

@@ -11,6 +11,7 @@ from cuattn.io_model.sizes import cdiv
 
 BATCH_AXES = 4
 MAX_PARTS = 64
+MAX_WEIGHTS = 10  # kWeights: expressions of a score function that read arrays
 _MAX_COLUMN_MASKS = 4
 
 Fields = list[tuple]
@@ -83,6 +84,22 @@ MASK_PARAMS = np.dtype(
     align=True,
 )
 
+TANGENTS = np.dtype(
+    [
+        *(
+            field
+            for name in ["tq", "tk", "tv", "tbias", "tdo", "to", "tlse", "tdq", "tdk", "tdv", "tdbias", "ddo"]
+            for field in _within(name, _OPERAND)
+        ),
+        *_all(np.uint64, "tdbias_acc"),
+        *_all(np.uint64, "elements telements", MAX_WEIGHTS),
+        *_all(np.int64, "sizes", MAX_WEIGHTS),
+        *_all(np.uint64, "rows"),
+    ],
+    align=True,
+)
+"""What kernels along tangents take beside ``Params``: ``Tangents`` (kernels/attn/tangents.cuh)."""
+
 SUM_PARAMS = np.dtype(
     [
         *_all(np.uint64, "in out"),
@@ -96,6 +113,17 @@ MERGE_PARAMS = np.dtype(
     [
         *_all(np.uint64, "o l m", MAX_PARTS),
         *_all(np.uint64, "o_out l_out m_out"),
+        ("rows", np.int64),
+        *_all(np.int32, "head_dim_v parts"),
+    ],
+    align=True,
+)
+
+
+MERGE_JVP_PARAMS = np.dtype(
+    [
+        *_all(np.uint64, "o l m to tlse", MAX_PARTS),
+        *_all(np.uint64, "o_out l_out m_out to_out tlse_out"),
         ("rows", np.int64),
         *_all(np.int32, "head_dim_v parts"),
     ],

@@ -43,7 +43,7 @@ class Outputs:
     def _items(results: Sequence[str], out: Any) -> dict[str, Any]:
         if len(results) == 1:
             return {"out": out}
-        fewest = len(results) - (results[-1] == "dbias")
+        fewest = len(results) - results[-1].endswith("dbias")
         if not isinstance(out, (tuple, list)) or not fewest <= len(out) <= len(results):
             raise ArgumentError(
                 f"out is {shown(type_name(out))}; expected a tuple ({', '.join(results)}) of arrays or None"

@@ -21,7 +21,9 @@ S.-J. R. Kuo, "FlashAttention" (lecture), 2025.
 
 from cuattn.io_model.exact import (
     flash_backward,
+    flash_backward_jvp,
     flash_forward,
+    flash_jvp,
     flashmask_backward,
     flashmask_forward,
     rabe_staats_forward,
@@ -45,7 +47,9 @@ __all__ = [
     "Traffic",
     "block_sizes",
     "flash_backward",
+    "flash_backward_jvp",
     "flash_forward",
+    "flash_jvp",
     "flashmask_backward",
     "flashmask_forward",
     "flashmask_vectors",

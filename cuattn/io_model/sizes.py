@@ -80,6 +80,11 @@ def block_sizes(n, d, m, square=False):
     return Blocks(b_r, b_c, cdiv(n, b_r), cdiv(n, b_c))
 
 
+def halved(d, m):
+    """Return the memory for what has tangents, which take as much again: of one row at least."""
+    return max(m // 2, min(d, m))
+
+
 def cdiv(a, b):
     """Return ceil(a / b) of integers: how many blocks of b hold a elements.
 

@@ -73,11 +73,14 @@ class ScoreFunction(NamedTuple):
         Layouts of the arrays, the operands "score0", "score1", ...; kinds of the numbers; limits of b, h, i, j.
     learned : tuple of int
         Slots of the arrays of which a backward returns the gradients.
+    tangents : tuple of (int, int)
+        Slots of the arrays that have a tangent, and of this, which is an operand like them.
     """
 
     root: Node
     facts: Facts
     learned: tuple[int, ...] = ()
+    tangents: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def has(name: str) -> bool:
@@ -134,6 +137,7 @@ class Problem:
     kernel: str | None = None
     runs: bool = False  # dropout or a score function over parts of several runs: a place has row_blocks or key_blocks
     score: ScoreFunction | None = None
+    tangents: tuple[str, ...] = ()  # operands of q, k, v, bias and do that have a tangent
     rank: int = field(default=3, compare=False)
 
     @property
@@ -145,6 +149,12 @@ class Problem:
     def learned(self) -> tuple[int, ...]:
         """Slots of the arrays of a score function of which a backward returns the gradients."""
         return () if self.score is None else self.score.learned
+
+    @property
+    def moves(self) -> bool:
+        """Whether scores have a tangent."""
+        of_score = self.score is not None and self.score.tangents
+        return bool(of_score) or not {"q", "k", "bias"}.isdisjoint(self.tangents)
 
     @property
     def group(self) -> int:

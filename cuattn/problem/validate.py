@@ -14,7 +14,7 @@ from cuattn.masks.base import Mask
 from cuattn.problem import scalars
 from cuattn.problem.dtypes import DTYPES, FLOAT32
 from cuattn.problem.model import Problem, ScoreFunction
-from cuattn.problem.operations import Array, Operation
+from cuattn.problem.operations import OF_ROWS, OPERATIONS, TANGENTS, Array, Operation
 from cuattn.problem.origin import Origin
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def check(
     origin: Origin | None = None,
     score: Bound | None = None,
     learned: tuple[int, ...] = (),
+    tangents: tuple[tuple[int, int], ...] = (),
 ) -> Problem:
     """Check every argument of a call against the others.
 
@@ -66,6 +67,8 @@ def check(
         A score function with the call's arrays and numbers.
     learned : tuple of int, optional
         Slots of its arrays that are differentiated.
+    tangents : tuple of (int, int), optional
+        Slots of its arrays that have a tangent, and of this.
 
     Returns
     -------
@@ -95,7 +98,8 @@ def check(
         deterministic=scalars.flag("deterministic", options.deterministic),
         kernel=scalars.choice("kernel", options.kernel),
         runs=bool((dropout or score) and origin is not None and origin.has_runs),
-        score=None if score is None else _score_function(score, limits, learned),
+        score=None if score is None else _score_function(score, limits, learned, tangents),
+        tangents=tuple([name[1:] for name in TANGENTS if arrays.get(name) is not None]),
         rank=max(map(len, (q, k, v))),
     )
     if bias is not None:
@@ -107,11 +111,11 @@ def check(
     return problem
 
 
-def _score_function(score: Bound, limits: tuple | None, learned: tuple[int, ...]) -> ScoreFunction:
+def _score_function(score: Bound, limits: tuple | None, learned: tuple, tangents: tuple) -> ScoreFunction:
     """Return a call's score function; `limits` is None where no lengths are known."""
     from cuattn.tracing import ANY_LENGTH, facts
 
-    return ScoreFunction(score.root, facts(score, limits or ANY_LENGTH), learned)
+    return ScoreFunction(score.root, facts(score, limits or ANY_LENGTH), learned, tangents)
 
 
 def check_axes(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> tuple[Shape, int, int]:
@@ -125,15 +129,19 @@ def check_axes(q: Shape, k: Shape, v: Shape, enable_gqa: bool) -> tuple[Shape, i
 
 
 def check_parts(parts: dict[str, Any]) -> dict[str, Array]:
-    """Check the o, l, m, o, ... of a merge's parts, at least one, by name; return shape and dtype of the results."""
+    """Check the o, l, m of a merge's parts, at least one, by name; return shape and dtype of the results.
+
+    The names end with ".o", ".l", ".m" and, where the parts have tangents, ".to" and ".tlse".
+    """
     first, o = next(iter(parts.items()))
     shape, dtype = tuple(o.shape), np.dtype(o.dtype)
     if len(shape) < 2:
         raise ShapeError(f"{first} has shape {shape}; expected (..., Nq, dv)")
     expect_dtype(first, dtype, *DTYPES)
-    found = {"o": (shape, dtype), **dict.fromkeys("lm", (shape[:-1], DTYPES[dtype].stat))}
+    kinds = dict.fromkeys([name.rpartition(".")[2] for name in parts])
+    found = {kind: (shape[:-1], DTYPES[dtype].stat) if kind in OF_ROWS else (shape, dtype) for kind in kinds}
     for name, array in parts.items():
-        expect_array(name, array, *found[name[-1]])
+        expect_array(name, array, *found[name.rpartition(".")[2]])
     return found
 
 
@@ -147,8 +155,8 @@ def bind(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
         if array is None or name == "mask":
             continue
         if not ScoreFunction.has(name):
-            per_row = name in ("l", "m", "dlse")
-            array = _align(array if per_row or name == "bias" else _contiguous_last(array), rank - per_row)
+            per_row = name in OF_ROWS
+            array = _align(array if per_row or name.endswith("bias") else _contiguous_last(array), rank - per_row)
         found[name] = array
     return found
 
@@ -164,12 +172,17 @@ def drawn_state(problem: Problem, rng: Any) -> _rng.RNGState | None:
 
 def replayed_state(problem: Problem, state: Any) -> _rng.RNGState | None:
     """Return the state of a backward's dropout from its forward's; None without dropout."""
-    if (state is None) == bool(problem.dropout):
-        raise ArgumentError(
-            f"fwd.rng_state is {shown(state)} but dropout_p is {problem.dropout / _rng.LEVELS:.3g}; expected the "
-            "forward's dropout_p and the rng_state that it returned"
-        )
+    check_state(OPERATIONS[problem.operation].label("rng_state"), state, problem.dropout)
     return None if state is None else _rng.recorded(state)
+
+
+def check_state(name: str, state: Any, dropout: int) -> None:
+    """Check that there is a state where there is dropout, given its threshold, and none elsewhere."""
+    if (state is None) == bool(dropout):
+        raise ArgumentError(
+            f"{name} is {shown(state)} but dropout_p is {dropout / _rng.LEVELS:.3g}; expected the forward's dropout_p "
+            "and the rng_state that it returned"
+        )
 
 
 def borrowed_mask(array: Any) -> Mask:

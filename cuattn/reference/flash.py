@@ -75,7 +75,7 @@ def flash_forward(
            [0., 0., 0., 1.]])
     """
     hbm, n, d, rows, keys = problem = start(M, dtype, Q=q, K=k, V=v)  # Alg. 1 l. 1, 3; Alg. 2 l. 2, 4
-    options = _Options(problem, blocks, scale, mask, dropout_p, b)
+    options = Options(problem, blocks, scale, mask, dropout_p, b)
     if options.threshold:  # Alg. 2, 5 l. 1
         if rng is None:
             raise ArgumentError("rng is None: with dropout, expected a seed or a state")
@@ -130,7 +130,7 @@ def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, d
     hbm, n, d, rows, keys = problem = start(M, dtype, Q=q, K=k, V=v, dO=do, O=fwd.o)  # Alg. 4 l. 2-3
     hbm.place("l", fwd.l, shape=(n,))
     hbm.place("m", fwd.m, shape=(n,))
-    options = _Options(problem, blocks, scale, mask, dropout_p, b)
+    options = Options(problem, blocks, scale, mask, dropout_p, b)
     if options.threshold:  # Alg. 4 l. 1
         hbm.place("R", random.recorded(fwd.rng_state), np.uint64)
         options.state = random.RNGState(*hbm.load(..., "R").tolist())
@@ -147,7 +147,7 @@ def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, d
     return Backward(*hbm.take("dQ", "dK", "dV"), hbm.counts)
 
 
-class _Options:
+class Options:
     """What Algorithms 2, 4 and 5 add to attention: tau, MASK, dropout and, placed in HBM, the block mask.
 
     `mask` is None, a function of row and key indices that is evaluated on the chip, or an array in HBM.  `threshold` is

@@ -6,6 +6,7 @@ import numpy as np
 
 from cuattn.errors import ShapeError
 from cuattn.io_model import block_sizes
+from cuattn.io_model.sizes import halved
 from cuattn.rng import RNGState
 
 
@@ -130,8 +131,8 @@ class Backward(NamedTuple):
     counts: Counts
 
 
-def start(M, dtype, *, square=False, **arrays):
-    """Put Q, K, V, ... into HBM, all of one shape (N, d).
+def start(M, dtype, *, square=False, tangents=False, **arrays):
+    """Put Q, K, V, ... into HBM, all of one shape (N, d); with tangents, blocks are those of half the memory.
 
     Returns
     -------
@@ -147,7 +148,7 @@ def start(M, dtype, *, square=False, **arrays):
     for name, array in arrays.items():
         hbm.place(name, array, shape=shape)
     n, d = shape
-    sizes = block_sizes(n, d, M, square)
+    sizes = block_sizes(n, d, halved(d, M) if tangents else M, square)
     return hbm, n, d, blocks(n, sizes.b_r), blocks(n, sizes.b_c)
 
 

@@ -18,6 +18,7 @@ from cuattn.tracing.proxy import Proxy, as_node
 
 _ZERO, _ONE = constant(0.0), constant(1.0)
 _AFFINE = {"add", "subtract", "negative", "to_float"}
+_LINEAR = {"multiply": ([0], [1]), "true_divide": ([0],), "select": ([1], [2], [1, 2])}  # in which of their operands
 
 
 @functools.lru_cache(maxsize=1024)
@@ -152,6 +153,35 @@ def on_diagonals(node: Node) -> bool:
     return found[node]
 
 
+def row_step(node: Node) -> Node | None:
+    """Return by how much a number grows from one row to the next, None unless that is the same for all rows.
+
+    Examples
+    --------
+    >>> i, j, x = variable("i"), variable("j"), apply("exp", variable("h"))
+    >>> row_step(apply("multiply", x, apply("subtract", j, apply("multiply", i, constant(2)))))
+    multiply(exp(to_float(h)), -2.0)
+    >>> row_step(x), row_step(apply("multiply", i, apply("sqrt", i)))
+    (0.0, None)
+    """
+    if node.depends & S:
+        return None
+    if not node.depends & I:
+        return _ZERO
+    if node.op == "to_float" and node.args[0].kind == "i":
+        terms = linear_terms(node.args[0], constant(0))
+        factor = terms.pop(variable("i"), 0)
+        return None if any(x.depends & I for x in terms) else constant(float(factor))
+    found = [row_step(x) for x in node.args]
+    steps = [step for step in found if step is not None]
+    if node.op not in ("add", "subtract", "negative", "multiply") or node.kind != "f" or len(steps) < len(found):
+        return None
+    if node.op != "multiply":
+        return apply(node.op, *steps)
+    products = [(x, step) for x, step in zip(node.args, reversed(steps), strict=True) if step is not _ZERO]
+    return apply("multiply", *products[0]) if len(products) == 1 else None
+
+
 def weights(root: Node, slot: int) -> list[Weight]:
     """Return how a graph depends on the elements of an array, one entry for each expression that reads it.
 
@@ -200,13 +230,28 @@ def addend(root: Node) -> Node | None:
     >>> from cuattn.tracing.functions import trace
     >>> addend(trace(lambda s, b, h, i, j: 1 + s - h).root)
     subtract(1.0, to_float(h))
-    >>> addend(trace(lambda s, b, h, i, j: 2 * s).root) is None
-    True
+    >>> [addend(trace(f).root) for f in (lambda s, b, h, i, j: 2 * s, lambda s, b, h, i, j: s + np.sign(s))]
+    [None, None]
     """
-    if derivative(root) is not _ONE:
+    if not is_linear(root) or derivative(root) is not _ONE:
         return None
-    rest = substitute(root, {variable("s"): _ZERO})
-    return None if rest.depends & S else rest
+    return substitute(root, {variable("s"): _ZERO})
+
+
+def is_linear(root: Node) -> bool:
+    """Return whether a graph is a multiple of s, by a factor without s, and something without s.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.functions import trace
+    >>> [is_linear(trace(f).root) for f in (lambda s, b, h, i, j: h - s * i, lambda s, b, h, i, j: s + np.sign(s))]
+    [True, False]
+    """
+    for node in order(root):
+        with_s = [place for place, x in enumerate(node.args) if x.depends & S]
+        if with_s and node.op not in ("add", "subtract", "negative") and with_s not in _LINEAR.get(node.op, ()):
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

@@ -14,9 +14,10 @@
 
 constexpr i32 kStatRows = 128;
 
-// How the main kernel for compute capability 9.0 makes the gradient of a bias (cfg::dbias): not at all (sm80/bwd_bias.cu does it); sums over
-// queries; dS stored as it is; dS added up in memory, for sm90/bwd_bias_convert.cu.  Or what a function's arrays need of dS.
-enum Dbias { kDbiasElsewhere, kDbiasOfKeys, kDbiasStored, kDbiasAdded, kDbiasWeighted };
+// How the main kernel for compute capability 9.0 makes the gradient of a bias (cfg::dbias): not at all (sm90/bwd_dbias.cu does it); sums over
+// queries; dS stored as it is.  Or what a function's arrays need of dS, sums over queries, and
+// along diagonals, too.
+enum Dbias { kDbiasElsewhere, kDbiasOfKeys, kDbiasStored, kDbiasWeighted, kDbiasDiagonals };
 constexpr i32 kDeltaParts = 3;
 constexpr i32 kEmptyRows = 1, kFarRows = 2;
 static_assert(kStatRows % cfg::block_m == 0, "a row tile must not straddle two groups");

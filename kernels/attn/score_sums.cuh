@@ -6,6 +6,7 @@
 // is the same for all of them; or, where a head reads no more than a small slice of the array, those of each element of that.  The second one
 // adds these sums where they belong.  Of other indices the first kernel adds every element itself.
 #pragma once
+#include "attn/diagonals.cuh"
 #include "attn/place.cuh"
 
 // Which scores share an index; a weight that a launch has nothing to do with shares nothing.
@@ -33,19 +34,7 @@ struct ScoreSums {
 
 struct ScoreSumsParams : Params, ScoreSums {};
 
-// Tiles' corners lie on every kDiagonalStep-th diagonal, of those that begin at keys on the (keys - 1)th tile's first.
-constexpr i32 common_divisor(i32 a, i32 b) { return b == 0 ? a : common_divisor(b, a % b); }
-template <int rows, int keys>
-struct Diagonals {
-    static constexpr i32 step = common_divisor(rows, keys), lines = rows + keys;  // of one of them, the last unused
-
-    // Row less key of the upper left corner of a diagonal's tiles.
-    __device__ __forceinline__ static i32 corner(i32 owner, i32 key_tiles) { return owner * step - (key_tiles - 1) * keys; }
-    // Row less key of line x.
-    __device__ __forceinline__ static i32 difference(i32 corner, i32 x) { return corner + x - (keys - 1); }
-};
-
-// traced::weights, numbers, offsets and bases return a number for each weight.
+// traced::weights, steps, tilts, numbers, offsets and bases return a number for each weight.
 template <int... n>
 struct Numbers {};
 template <int count, int... n>
@@ -65,6 +54,14 @@ struct ScorePlace {
     template <int count, int... n>
     __device__ __forceinline__ void weights(cfg::acc (&found)[count], Numbers<n...>, cfg::acc s) const {
         traced::weights(p, head.made, row.made, key.made, s, head.b, head.h, row.i, key.j, found[n]...);
+    }
+    template <int count, int... n>
+    __device__ __forceinline__ void steps(cfg::acc (&found)[count], Numbers<n...>) const {
+        traced::steps(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
+    }
+    template <int count, int... n>
+    __device__ __forceinline__ void tilts(cfg::acc (&found)[count], Numbers<n...>) const {
+        traced::tilts(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
     }
     template <int count, int... n>
     __device__ __forceinline__ void numbers(i64 (&found)[count], Numbers<n...>) const {

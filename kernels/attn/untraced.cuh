@@ -24,5 +24,9 @@ template <class Acc>
 __device__ __forceinline__ void score_and_slope(const Arguments&, const Head&, const Row&, const Key&, Acc s, int, int, int, int, Acc& value, Acc& slope) {
     value = s, slope = 1;
 }
+template <class Acc>
+__device__ __forceinline__ void moved(const Arguments&, const Head&, const Row&, const Key&, Acc s, int, int, int, int, Acc& value, Acc& slope, Acc& along, Acc& curve, Acc& bend) {
+    value = s, slope = 1, along = curve = bend = 0;
+}
 
 }  // namespace traced

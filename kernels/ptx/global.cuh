@@ -13,10 +13,10 @@ __device__ __forceinline__ void red_add(double* at, double value) {
     asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;" ::"l"(at), "d"(value) : "memory");
 }
 
-// Four neighbours, 16-byte aligned, in one access, from sm_90 on; a template, so that others compile.
+// Two of them, 8-byte aligned.
 template <class Float>
-__device__ __forceinline__ void red_add_x4(Float* at, Float a, Float b, Float c, Float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+__device__ __forceinline__ void red_add_x2(Float* at, Float a, Float b) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(a), "f"(b) : "memory");
 }
 
 // Asks for a cache line near this multiprocessor, ahead of a load.

@@ -6,28 +6,8 @@
 // Shared memory   sm80/bwd_pairs.cuh
 // Grid            tiles of the bias (keys fastest, then rows) * instances of the bias * splits
 // Result          dbias, or (cfg::split) dbias_acc [splits][like dbias]: part s takes every splits-th head
+#include "attn/bias_sums.cuh"
 #include "sm80/bwd_pairs.cuh"
-
-// The block's place: the range of tiles it sums over and the bias instance it belongs to.
-struct Place {
-    i32 row_begin, row_end, key_begin, key_end, instance, split;
-
-    __device__ __forceinline__ explicit Place(const Params& p) {
-        i32 rest = blockIdx.x;
-        auto take = [&](bool summed, i32 tiles, i32& begin, i32& end) {
-            begin = summed ? 0 : rest % tiles;
-            end = summed ? tiles : begin + 1;
-            if (!summed) rest /= tiles;
-        };
-        take(cfg::sum_keys, p.key_tiles, key_begin, key_end);
-        take(cfg::sum_rows, p.row_tiles, row_begin, row_end);
-        split = rest % p.splits;
-        instance = rest / p.splits;
-    }
-};
-
-__device__ __forceinline__ i64 bias_rows(const Params& p) { return cfg::sum_rows ? 1 : p.n_queries; }
-__device__ __forceinline__ i64 bias_keys(const Params& p) { return cfg::sum_keys ? 1 : p.n_keys; }
 
 // Adds dS of one pair of tiles to the warp's sums.
 template <class Products>
@@ -39,7 +19,7 @@ __device__ __forceinline__ void add_ds(Scores& sums, Products& products, const T
 }
 
 // Adds dS of one head to the sums, over the block's tiles.
-__device__ __forceinline__ void add_head(Scores& sums, PairSpace space, const Params& p, Head& head, const Place& place) {
+__device__ __forceinline__ void add_head(Scores& sums, PairSpace space, const Params& p, Head& head, const BiasPlace& place) {
     for (i32 key_tile = place.key_begin; key_tile < place.key_end; ++key_tile) {
         __syncthreads();  // the last head, key tile and walk are done with
         if (threadIdx.x == 0) describe_walk(head, p, key_tile);
@@ -53,30 +33,11 @@ __device__ __forceinline__ void add_head(Scores& sums, PairSpace space, const Pa
     }
 }
 
-// One number of the result per thread: a sum over the rows or keys of the tile where those are summed.
-__device__ __forceinline__ void store_sums(const Acc* sums, const Params& p, const Place& place) {
-    constexpr int rows = cfg::sum_rows ? 1 : cfg::block_m, keys = cfg::sum_keys ? 1 : cfg::block_n;
-    const i64 size = bias_rows(p) * bias_keys(p);
-    for (int index = threadIdx.x; index < rows * keys; index += threads) {
-        const int row = index / keys, key = index % keys;
-        Acc sum = 0;
-        for (int r = row; r < (cfg::sum_rows ? cfg::block_m : row + 1); ++r)
-            for (int c = key; c < (cfg::sum_keys ? cfg::block_n : key + 1); ++c) sum += sums[r * sums_stride + c];
-        const i64 to_row = cfg::sum_rows ? 0 : i64(place.row_begin) * cfg::block_m + row;
-        const i64 to_key = cfg::sum_keys ? 0 : i64(place.key_begin) * cfg::block_n + key;
-        if (to_row >= bias_rows(p) || to_key >= bias_keys(p)) continue;
-        const i64 at = place.instance * size + to_row * bias_keys(p) + to_key;
-        sum *= Acc(p.dropout_scale);
-        if constexpr (cfg::split) static_cast<Acc*>(p.dbias_acc)[(i64(place.split) * p.bias_instances) * size + at] = sum;
-        else static_cast<cfg::bias_grad*>(p.dbias.data)[at] = round_to<cfg::bias_grad>(sum);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backward_bias(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Head head;
     const PairSpace space = {ptx::shared_address(memory)};
-    const Place place(p);
+    const BiasPlace place(p);
     const i64 size = bias_rows(p) * bias_keys(p);
     Scores sums = {};
     i32 member = 0;  // heads that read this bias are dealt out to the splits in turn
@@ -89,5 +50,5 @@ extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backwa
     __syncthreads();  // all tiles are done with
     if (threadIdx.x / 32 < scores_warps) save_sums(reinterpret_cast<Acc*>(memory), sums);
     __syncthreads();  // the sums are complete
-    store_sums(reinterpret_cast<const Acc*>(memory), p, place);
+    store_bias_sums<threads>(reinterpret_cast<const Acc*>(memory), p, place, threadIdx.x);
 }

@@ -9,57 +9,12 @@
 // Shared memory   sm80/bwd_pairs.cuh; slice [slice][threads / sharers]
 // Grid            owners (tiles; diagonals, the longest first) * heads * batch
 // Result          sums of lines and of heads, in a fixed order; elements of arrays without one, added up in memory
-#include "attn/score_sums.cuh"
+#include "attn/score_walk.cuh"
 #include "ptx/global.cuh"
 #include "sm80/bwd_pairs.cuh"
 
-constexpr int weights = cfg::weights;
-using Weighted = typename CountTo<weights>::type;
-
-// Which scores share an index in weight k; and how many weights before it share as much.
-__device__ __forceinline__ constexpr int shared_by(int k) { return cfg::shared >> (3 * k) & 7; }
-__device__ __forceinline__ constexpr int count_alike(int k) {
-    int count = 0;
-    for (int other = 0; other < k; ++other) count += shared_by(other) == shared_by(k);
-    return count;
-}
-__device__ __forceinline__ constexpr bool is_summed(int k) { return shared_by(k) == kShareLine || shared_by(k) == kShareHead; }
 using Sums = Scores[weights];  // those of weights that are not summed are never touched
 constexpr int copies = threads / cfg::sharers;  // of a slice
-using Diagonal = Diagonals<cfg::block_m, cfg::block_n>;
-
-// Where a block walks: of each of its key tiles the range of row tiles.
-struct Place {
-    i32 owner, flat, flat_end, key_begin, key_end;
-
-    __device__ __forceinline__ explicit Place(const ScoreSumsParams& p) {
-        const i32 block = blockIdx.x, heads = p.batch * p.heads;
-        owner = cfg::walk == kWalkHeads ? block : block % p.owners;
-        if constexpr (cfg::walk == kWalkDiagonals) {  // from the middle outwards
-            const i32 middle = ((p.key_tiles - 1) * cfg::block_n) / Diagonal::step, reach = min(middle, p.owners - 1 - middle);
-            const i32 from_middle = (owner + 1) / 2;
-            if (owner <= 2 * reach) owner = middle + (owner % 2 ? from_middle : -from_middle);
-            else if (middle == reach) {}
-            else owner = p.owners - 1 - owner;
-        }
-        flat = cfg::walk == kWalkHeads ? 0 : block / p.owners;
-        flat_end = cfg::walk == kWalkHeads ? heads : flat + 1;
-        const bool one_key_tile = cfg::walk == kWalkKeys || cfg::walk == kWalkHeads;
-        key_begin = one_key_tile ? owner % p.key_tiles : 0;
-        key_end = one_key_tile ? key_begin + 1 : p.key_tiles;
-    }
-    __device__ __forceinline__ void rows(const ScoreSumsParams& p, i32 key_tile, i32& begin, i32& end) const {
-        begin = 0, end = p.row_tiles;
-        if constexpr (cfg::walk == kWalkKeys) return;
-        if constexpr (cfg::walk == kWalkRows) begin = owner;
-        if constexpr (cfg::walk == kWalkHeads) begin = owner / p.key_tiles;
-        if constexpr (cfg::walk == kWalkDiagonals) {
-            const i32 first_row = key_tile * cfg::block_n + Diagonal::corner(owner, p.key_tiles);
-            begin = first_row < 0 || first_row % cfg::block_m ? p.row_tiles : first_row / cfg::block_m;
-        }
-        end = min(begin + 1, p.row_tiles);
-    }
-};
 
 // Adds to an element of the slice; a warp's lanes together.
 __device__ __forceinline__ void add_to_slice(Acc* slice, i32 number, Acc share) {
@@ -93,7 +48,7 @@ __device__ __forceinline__ void add_weighted(Sums& sums, Acc* slice, Products& p
 }
 
 // Adds a head's pairs of tiles.
-__device__ __forceinline__ void add_head(Sums& sums, Acc* slice, PairSpace space, const ScoreSumsParams& p, Head& head, const Place& place) {
+__device__ __forceinline__ void add_head(Sums& sums, Acc* slice, PairSpace space, const ScoreSumsParams& p, Head& head, const ScoreWalk& place) {
     for (i32 key_tile = place.key_begin; key_tile < place.key_end; ++key_tile) {
         i32 begin, end;
         place.rows(p, key_tile, begin, end);
@@ -109,22 +64,8 @@ __device__ __forceinline__ void add_head(Sums& sums, Acc* slice, PairSpace space
     }
 }
 
-// The elements of line x of a tile of sums: along it, or all of them.
-__device__ __forceinline__ Acc line_sum(const Acc* tile, int x) {
-    constexpr int rows = cfg::block_m, keys = cfg::block_n;
-    const int first = cfg::walk == kWalkDiagonals ? max(0, x - (keys - 1)) : 0;
-    const int end = cfg::walk == kWalkKeys ? rows : cfg::walk == kWalkRows ? keys : min(rows, x + 1);
-    Acc sum = 0;
-    for (int e = first; e < end; ++e) {
-        const int row = cfg::walk == kWalkRows ? x : e;
-        const int key = cfg::walk == kWalkKeys ? x : cfg::walk == kWalkRows ? e : e - (x - (keys - 1));
-        sum += tile[row * sums_stride + key];
-    }
-    return sum;
-}
-
 // The sums of weight k to memory.  A head's total comes from those of its lines.
-__device__ __forceinline__ void store_sums(Acc* tile, const ScoreSumsParams& p, const Place& place, int k) {
+__device__ __forceinline__ void store_sums(Acc* tile, const ScoreSumsParams& p, const ScoreWalk& place, int k) {
     constexpr int keys = cfg::walk == kWalkKeys ? cfg::block_n : 0, rows = cfg::walk == kWalkRows ? cfg::block_m : 0;
     constexpr int lines = cfg::walk == kWalkDiagonals ? Diagonal::lines - 1 : keys + rows;
     constexpr int pitch = cfg::walk == kWalkDiagonals ? Diagonal::lines : lines;
@@ -133,7 +74,7 @@ __device__ __forceinline__ void store_sums(Acc* tile, const ScoreSumsParams& p, 
     Acc* const to = static_cast<Acc*>(p.sums) + (of_head ? p.heads_at + number * p.owners + place.owner : number * p.lines + place.owner * pitch);
     __shared__ Acc totals[lines > 0 ? lines : 1];
     for (int x = threadIdx.x; x < lines; x += threads) {
-        const Acc sum = line_sum(tile, x);
+        const Acc sum = line_sum(tile, sums_stride, x);
         if (of_head) totals[x] = sum;
         else if (place.owner * i64(pitch) + x < p.lines) to[x] = sum;
     }
@@ -149,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backwa
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ Head head;
     const PairSpace space = {ptx::shared_address(memory)};
-    const Place place(p);
+    const ScoreWalk place(p);
     Sums sums = {};
     Acc* const slice = reinterpret_cast<Acc*>(memory + p.histogram);
     for (i32 x = threadIdx.x; x < p.slice * copies; x += threads) slice[x] = 0;

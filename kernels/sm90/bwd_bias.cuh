@@ -114,9 +114,10 @@ __device__ __forceinline__ void finish_scores(Scores& s, const Params& p, const 
 }
 
 // weigh where slopes come with the scores: P is rounded, and then multiplied by its slope.  Hidden products are -inf.
-template <class Numbers>
+// far: rows may be far ones, whose maxima are loaded.
+template <bool far, class Numbers>
 __device__ __forceinline__ void weigh_apart(Scores& s, Fragments& weights, const Params& p, const TilePlace& at, Bias& bias, const Numbers& stat,
-                                            const Draws& draws, bool far) {
+                                            const Draws& draws) {
     const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, at.batch, at.head);
     const Traced traced(p, at);
     TracedRow rows[2];
@@ -126,7 +127,7 @@ __device__ __forceinline__ void weigh_apart(Scores& s, Fragments& weights, const
         const float shift = i % 2 ? shifts.y : shifts.x;
         if (i % 4 < 2) {
             rows[i % 2] = traced.row(p, at, i);
-            if (far) {
+            if constexpr (far) {
                 const float top = maxima[min(at.first_row + query_of(i) + 2 * static_cast<i32>(threadIdx.x % 4), p.n_queries - 1) * p.m.row];
                 tops[i % 2] = is_far_row(top) ? top : 0.0f;
             }
@@ -134,7 +135,7 @@ __device__ __forceinline__ void weigh_apart(Scores& s, Fragments& weights, const
         Capped x = score_with_bias(p, s[i], bias.of(p, i), traced.head, rows[i % 2], traced.keys[key_of(i)]);
         // Of a row that sees nothing a function may make anything.
         if (s[i] == minus_infinity() || (!cfg::additive && shift == minus_infinity())) x.score = minus_infinity();
-        const float weight = ptx::ex2(fmaf(rounded_difference(x.score, tops[i % 2]), static_cast<float>(kLog2e), shift));
+        const float weight = ptx::ex2(fmaf(far ? rounded_difference(x.score, tops[i % 2]) : x.score, static_cast<float>(kLog2e), shift));
         s[i] = cfg::dropout ? draws.mark(i, weight) : weight;
         slopes[i % 2] = x.slope;
         if (i % 2 == 0) return;

@@ -16,7 +16,7 @@ namespace sm90::bwd {
 
 // Accumulators leave the others few; walking blocks takes more.  Setting registers goes by eights.
 constexpr bool shared_evenly = drawing_warpgroups && (cfg::block_m == 64 || (cfg::runs && !drawn_in_pairs));
-constexpr int producer_registers = by_function || block_mask || (stated_mask && cfg::deterministic) ? 40 : shared_evenly ? 32 : 24;
+constexpr int producer_registers = sums_diagonals || by_function || block_mask || (stated_mask && cfg::deterministic) ? 40 : shared_evenly ? 32 : 24;
 constexpr int drawer_registers = drawn_in_pairs ? 40 : shared_evenly ? 32 : 24;
 constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 16 * 8;
 
@@ -38,6 +38,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
             ptx::mbarrier_init(shared.barrier(draws_full + stage), 32 * drawers);
             ptx::mbarrier_init(shared.barrier(draws_empty + stage), by_function ? 128 : consumers);
         }
+        if constexpr (sums_diagonals) ptx::mbarrier_init(shared.barrier(ds_empty + stage), 32);
     }
     for (int buffer = 0; buffer < 2; ++buffer) {
         ptx::mbarrier_init(shared.barrier(handed + buffer), by_function ? 128 : warps);
@@ -89,7 +90,8 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
             Producer producer{p, maps, shared, threadIdx.x == 0};
             producer.run();
         } else if (warp <= warpgroups) {
-            if constexpr (!by_function)
+            if constexpr (dq_held) {}
+            else if constexpr (!by_function)
                 reduce(p, shared, warp - 1);
             else if constexpr (drawers)
                 draw_ahead(p, shared, warp - 1);

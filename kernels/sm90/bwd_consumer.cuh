@@ -3,6 +3,7 @@
 // What a thread computes runs beside products, its own warpgroup's where possible: the probabilities beside dP, and writing dQ out
 // beside dK.
 #pragma once
+#include "sm90/bwd_factor.cuh"
 #include "sm90/bwd_worker.cuh"
 
 namespace sm90::bwd {
@@ -26,13 +27,14 @@ __device__ __forceinline__ QueryGradient& place_of_queries(float (&)[n], QueryGr
 
 struct Consumer : Worker {
     // 128 rows, or a part of V, leave few registers; so do slopes, and dropout beside a bias or a function.
-    static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || (cfg::dropout && (cfg::bias || cfg::score));
+    static constexpr bool capped = cfg::softcap && !slopes_apart && slabs == 2;
+    static constexpr bool crowded = cfg::block_m == 128 || cfg::split_delta || slopes_apart || capped || (cfg::dropout && (cfg::bias || cfg::score));
     using Ahead = Numbers<crowded ? 0 : cfg::block_m / 8>;
     static constexpr int held =  // before what is hidden is hidden
-        slopes_apart ? 0 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : cfg::dbias == kDbiasAdded ? 3 : !cfg::split_delta ? (cfg::dbias == kDbiasWeighted ? 0 : 2)
+        slopes_apart ? 0 : capped ? 4 : cfg::dropout ? unmasked && !cfg::bias && !cfg::score : !cfg::split_delta ? (cfg::dbias >= kDbiasWeighted ? 0 : 2)
         : column_masks > 0 && stated_mask ? 0 : column_masks > 0 || stated_mask ? 4 : 0;
     using Stat = Numbers<crowded ? held : cfg::block_m / 8>;
-    using Delta = Either<cfg::split_delta, NoNumbers, Ahead>::type;
+    using Delta = Either<cfg::split_delta, NoNumbers, Numbers<capped ? 4 : crowded ? 0 : cfg::block_m / 8>>::type;
     const ptx::TensorMap &dk_map, &dv_map, &dbias_map;
     const u32 warpgroup;
     Scores s, dp;
@@ -49,7 +51,11 @@ struct Consumer : Worker {
 #endif
 
     __device__ __forceinline__ Consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup)
-        : Worker{p, shared}, dk_map(maps.dk), dv_map(maps.dv), dbias_map(maps.dbias), warpgroup(warpgroup) {}
+        : Worker{p, shared}, dk_map(maps.dk), dv_map(maps.dv), dbias_map(maps.dbias), warpgroup(warpgroup)
+#ifdef WEIGHTED_SUMS
+          , weighted_sums{p}
+#endif
+    {}
 
     __device__ __forceinline__ u32 own_rows(u32 tile) const { return tile + 64 * warpgroup * row_bytes; }
 
@@ -116,17 +122,6 @@ struct Consumer : Worker {
                                    [&] { return await_taken(slot.stage); });
     }
 
-    // What takes dS of the warpgroup's part of the row tile.
-    __device__ __forceinline__ auto bias_gradient() const {
-        if constexpr (cfg::dbias == kDbiasAdded) {
-            const i64 tile = static_cast<i64>(step().m()) * p.key_tiles + work().tile;
-            return AddedTile{static_cast<float*>(p.dbias_acc) + slice_of(p.dbias, work().batch, step().head) +
-                             (tile * warpgroups + warpgroup) * (64 * cfg::block_m) + 4 * (threadIdx.x % 128)};
-        } else {
-            return NoSums{};
-        }
-    }
-
     // dS leaves as it is, which is the gradient of a bias of its own.
     __device__ __forceinline__ void store_bias_gradient() const {
         if (cfg::dbias != kDbiasStored || threadIdx.x % 128 != 0) return;
@@ -138,17 +133,25 @@ struct Consumer : Worker {
     // Lines 18 and 20: dS, which goes to shared memory for dQ.
     __device__ __forceinline__ void gradients(const Delta& delta) {
 #ifdef WEIGHTED_SUMS
-        WeightedSums::Step step(weighted_sums, p, place(64 * warpgroup));
+        weighted_sums.store(work(), this->step().head, warpgroup);
+        WeightedSums::Step step(weighted_sums, place(64 * warpgroup));
         differentiate<!values_first>(ds, weights, s, dp, delta, step);
+        step.finish();
 #else
         if constexpr (cfg::dbias == kDbiasOfKeys) {
             differentiate<!values_first>(ds, weights, s, dp, delta, key_sums);
         } else {
-            auto dbias = bias_gradient();
+            NoSums dbias;
             differentiate<!values_first>(ds, weights, s, dp, delta, dbias);
         }
 #endif
+        await_added(slot);
         store_gradients(ds, own_gradients(slot.stage));
+    }
+
+    // Until nobody adds up dS of the buffer's last step any more.
+    __device__ __forceinline__ void await_added(const Slot<cfg::stages>& slot) const {
+        if constexpr (sums_diagonals) ptx::mbarrier_wait(shared.barrier(ds_empty + slot.stage), slot.phase ^ 1);
     }
 
     // Line 21: dQ of this warpgroup's rows or columns of the row tile.
@@ -200,7 +203,7 @@ struct Consumer : Worker {
 
     // The buffer of dQ, once a reducer is done with what was there.
     __device__ __forceinline__ u32 await_taken(u32 stage) const {
-        ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
+        if constexpr (!dq_held) ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
         return shared.handed_on(warpgroup);
     }
 
@@ -208,14 +211,49 @@ struct Consumer : Worker {
     __device__ __forceinline__ void hand_over(u32 stage) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
+        if constexpr (dq_held) return hold(dq);
         store_registers(await_taken(stage), dq);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
         release(shared.barrier(handed + stage));
     }
 
+    // dQ to the sum that the thread holds of the row tile.
+    __device__ __forceinline__ void hold(const QueryGradient& dq) const {
+        QueryGradient sum;
+        const u32 held = shared.held(step().m(), warpgroup);
+        load_registers(sum, held);
+        unroll<dq_columns / 2>([&](int i) { sum[i] += dq[i]; });
+        store_registers(held, sum);
+    }
+
+    // Calls work(row tile) for all that a head's dQ is held of, if the key tile is its first or (last) its last.
+    template <class Work>
+    __device__ __forceinline__ void at_end_of_head(bool last, const Work& work) const {
+        if constexpr (!dq_held) return;
+        if (uniform(this->work().tile != (last ? p.key_tiles - 1 : 0))) return;
+#pragma unroll 1
+        for (i32 m = 0; m < p.row_tiles; ++m) work(m);
+    }
+
+    __device__ __forceinline__ void begin_queries() const {
+        at_end_of_head(false, [&](i32 m) {
+            const QueryGradient zeros = {};
+            store_registers(shared.held(m, warpgroup), zeros);
+        });
+    }
+
+    __device__ __forceinline__ void write_queries() const {
+        at_end_of_head(true, [&](i32 m) {
+            QueryGradient sum;
+            load_registers(sum, shared.held(m, warpgroup));
+            write_gradient(sum, static_cast<float>(p.scale * p.dropout_scale), p.dq.data, work().batch * p.heads + work().head, p.n_queries, p.head_dim,
+                           m * cfg::block_m + 64 * static_cast<i32>(warpgroup) + fragment_row());
+        });
+    }
+
     // Tells a reducer where the step's dQ will belong; after a step's end, when the entry before the last is free.
     __device__ __forceinline__ void foretell(const DqPlace& place) const {
-        if (warpgroup != 0 || threadIdx.x % 128 != 0) return;
+        if (dq_held || warpgroup != 0 || threadIdx.x % 128 != 0) return;
         shared.dq_place(slot.stage) = place;
         ptx::mbarrier_arrive(shared.barrier(foretold + slot.stage));
     }
@@ -266,14 +304,21 @@ struct Consumer : Worker {
         const Work work = this->work();
         if constexpr (cfg::dbias == kDbiasOfKeys) key_sums.store(p, work, work.tile * cfg::block_n + 64 * warpgroup + fragment_row());
 #ifdef WEIGHTED_SUMS
-        weighted_sums.store(p, work, work.tile * cfg::block_n + 64 * warpgroup + fragment_row(), warpgroup);
+        weighted_sums.add_products(dk, own_rows(shared.k(keys.stage)), work, warpgroup);
+        weighted_sums.store(work, (work.head + 1) * p.group, warpgroup);
 #endif
         if constexpr (cfg::bias_tiles) return write_beside_biases(work);
         release_read(shared.barrier(k_empty + keys.stage));
+        if constexpr (sums_diagonals) {
+            Slot<cfg::stages> other = slot;
+            other.advance();
+            await_added(slot);
+            await_added(other);
+        }
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
         leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, own_gradients(0), ds_bytes);
         if constexpr (!dq_by_rows && !unrounded) await_taken(slot.stage);
-        leave<slabs>(dk, static_cast<float>(p.scale * p.dropout_scale), work, dk_map, p.dk, p.head_dim,
+        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, p.dk, p.head_dim,
                      dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup), 64 * row_bytes);
     }
 
@@ -281,7 +326,7 @@ struct Consumer : Worker {
     __device__ __forceinline__ void write_beside_biases(const Work& work) {
         static_assert(!cfg::bias_tiles || slabs_v * 64 * row_bytes <= handed_bytes);
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads k any more
-        leave<slabs>(dk, static_cast<float>(p.scale * p.dropout_scale), work, dk_map, p.dk, p.head_dim, own_rows(shared.k(keys.stage)),
+        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, p.dk, p.head_dim, own_rows(shared.k(keys.stage)),
                      cfg::block_n * row_bytes);
         if constexpr (!unrounded) await_taken(slot.stage);
         leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, shared.handed_on(warpgroup), 64 * row_bytes);
@@ -309,15 +354,17 @@ struct Consumer : Worker {
             values.load(own_rows(shared.v()));
             if constexpr (cfg::dbias == kDbiasOfKeys) clear(key_sums.sums);
 #ifdef WEIGHTED_SUMS
-            weighted_sums.clear();
+            weighted_sums.begin(work());
 #endif
+            begin_queries();
             if (uniform(work().seen()))
                 accumulate_steps();
             else
                 skip_keys();
+            write_queries();
             write();
         }
-        ptx::mbarrier_wait(shared.barrier(taken), slot.stage ^ 1);  // both reducers have read their last place
+        await_taken(slot.stage);  // both reducers have read their last place
         for (u32 reducer = 0; reducer < 2; ++reducer, slot.advance()) foretell({-1, 0, 0, 0, 0});
         await_stores();
     }

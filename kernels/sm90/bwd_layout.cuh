@@ -1,6 +1,7 @@
 // What the backward kernel keeps in shared memory, and the numbers that follow from the configuration.
 #pragma once
 #include "attn/bwd_workspace.cuh"
+#include "attn/diagonals.cuh"
 #include "attn/row_walk.cuh"
 #include "sm90/split_bias.cuh"
 #include "sm90/tiles.cuh"
@@ -21,13 +22,19 @@ static_assert(by_function || cfg::block_n == 64 * warpgroups);
 constexpr int drawers = !cfg::dropout ? 0 : by_function ? 2 : 4;
 constexpr int drawing_warpgroups = drawers / 4;
 constexpr int threads = 128 * (warpgroups + 1 + drawing_warpgroups);
+constexpr bool sums_diagonals = cfg::dbias == kDbiasDiagonals;  // the reducers do (sm90/bwd_diagonals.cuh)
 
 // dQ of a row tile is shared out by rows where there are enough of them, else by columns.
 constexpr bool dq_by_rows = cfg::block_m == 128;
-constexpr int dq_columns = dq_by_rows ? 64 * slabs : 64 * slabs / warpgroups;
+constexpr int dq_columns = !dq_by_rows ? 64 * slabs / warpgroups : cfg::head_dim <= 32 ? 32 : 64 * slabs;
 constexpr int dq_part_bytes = 64 * dq_columns * 4;  // one warpgroup's part, float32
 static_assert(dq_by_rows || cfg::block_m == 64);
 static_assert(!dq_by_rows || !by_function);
+
+// Few rows: a block goes through all key tiles of a head, and sums dQ of its row tiles in shared memory, each thread its own elements, in order.
+constexpr bool dq_held = cfg::dq_tiles > 0;
+constexpr int held_bytes = cfg::dq_tiles * warpgroups * dq_part_bytes;
+static_assert(!dq_held || dq_by_rows);
 
 // Who makes dQ in its buffer visible to the copy engine: the reducer, or (faster with 64 rows) each warp that wrote it.
 constexpr bool reducer_fences = dq_by_rows;
@@ -57,7 +64,8 @@ constexpr int q_at = v_at + (by_function && k_bytes > v_bytes ? k_bytes : v_byte
 constexpr int do_at = q_at + cfg::stages * q_bytes;
 constexpr int ds_at = do_at + cfg::stages * do_bytes;
 constexpr int handed_at = ds_at + 2 * ds_bytes;
-constexpr int delta_at = handed_at + 2 * handed_bytes;
+constexpr int held_at = handed_at + 2 * handed_bytes;
+constexpr int delta_at = held_at + held_bytes;
 constexpr int stat_at = delta_at + cfg::stages * delta_stride;
 constexpr int draws_at = stat_at + cfg::stages * numbers_bytes;
 // Below delta's parts there is room for what multiplies those of a bias.
@@ -85,7 +93,8 @@ enum Barrier {
     draws_told,  // which row tile to draw for; + stage
     draws_full = draws_told + (drawers ? cfg::stages : 0),
     draws_empty = draws_full + (drawers ? cfg::stages : 0),
-    barrier_count = draws_empty + (drawers ? cfg::stages : 0)
+    ds_empty = draws_empty + (drawers ? cfg::stages : 0),  // nobody sums its diagonals any more; + stage
+    barrier_count = ds_empty + (sums_diagonals ? cfg::stages : 0)
 };
 
 // A key tile as the producer announces it.
@@ -176,6 +185,7 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 halves() const { return address + halves_at; }
     // Of the warpgroup's keys.
     __device__ __forceinline__ u32 parts(u32 warpgroup) const { return address + parts_at + 64 * part_bytes * warpgroup; }
+    __device__ __forceinline__ u32 held(i32 m, u32 warpgroup) const { return address + held_at + (m * warpgroups + warpgroup) * dq_part_bytes; }
     __device__ __forceinline__ u32 stat(u32 stage) const { return address + stat_at + stage * numbers_bytes; }
     __device__ __forceinline__ u32 delta(u32 stage) const { return address + delta_at + stage * delta_stride; }
     // Of the buffer of k with this number.

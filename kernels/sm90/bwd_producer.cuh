@@ -11,7 +11,7 @@
 namespace sm90::bwd {
 
 // Do key tiles add to dQ in a fixed order (sm90/bwd_reducer.cuh)?
-constexpr bool in_order = cfg::deterministic && !by_function;
+constexpr bool in_order = cfg::deterministic && !by_function && !dq_held;
 
 // In a section the key tiles with most work come first; neighbours share q, do and dq.
 __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
     }
     // Under causality the first keys are seen by most rows, without it (but with a window) the last.  A fixed order
     // is from the first to the last.
-    const bool ascending = in_order || cfg::band_right || !cfg::band_left;
+    const bool ascending = dq_held || in_order || cfg::band_right || !cfg::band_left;
     return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, 0};
 }
 
@@ -270,8 +270,9 @@ struct Producer {
     }
 
     __device__ __forceinline__ void run() {
-        const i32 total = p.batch * p.kv_heads * p.key_tiles;
-        for (i32 number = in_order ? draw() : blockIdx.x; number < total; number = draw()) feed(number);
+        const i32 heads = p.batch * p.kv_heads, total = dq_held ? heads : heads * p.key_tiles, tiles = dq_held ? p.key_tiles : 1;
+        for (i32 number = in_order ? draw() : blockIdx.x; number < total; number = draw())
+            for (i32 tile = 0; tile < tiles; ++tile) feed(number * tiles + tile);
         if constexpr (drawers) tell({-1, 0, 0});
         ptx::mbarrier_wait(shared.barrier(k_empty + keys().stage), keys().phase ^ 1);  // now nobody looks at that key tile
         if (leader) {

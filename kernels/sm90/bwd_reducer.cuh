@@ -11,6 +11,7 @@
 #include "attn/row_walk.cuh"
 #include "ptx/global.cuh"
 #include "ptx/barrier.cuh"
+#include "sm90/bwd_diagonals.cuh"
 #include "sm90/bwd_producer.cuh"
 
 namespace sm90::bwd {
@@ -95,6 +96,10 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& shared, u3
             ptx::bulk_wait_read<0>();
             ptx::mbarrier_arrive(shared.barrier(taken));
             sum.release();
+        }
+        if constexpr (sums_diagonals) {
+            __syncwarp();  // all lanes know that dS is there
+            add_diagonals(p, shared, stage, place);
         }
     }
 }

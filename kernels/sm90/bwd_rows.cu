@@ -49,7 +49,7 @@ backward_rows(const __grid_constant__ Params p, const __grid_constant__ ptx::Ten
         }
     } else {
         ptx::registers_claim<consumer_registers>();
-        Consumer consumer{p, dq_map, shared, warp / 4 - 1};
+        Consumer consumer{{p}, dq_map, shared, warp / 4 - 1};
         consumer.run();
     }
 }

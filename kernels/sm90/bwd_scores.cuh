@@ -44,7 +44,7 @@ struct ReadValues {
 struct HeldValues {
     // Of 16 columns.  The assembler grants no more; a key tile under a column mask meets too few rows for as many.
     static constexpr bool loads_bias = adds_bias && !cfg::bias_keys && !cfg::bias_tiles;
-    static constexpr int steps = column_masks > 0 || stated_mask || loads_bias || cfg::dbias >= kDbiasAdded ? 2 : splits ? 3 : 4;
+    static constexpr int steps = column_masks > 0 || stated_mask || loads_bias || cfg::dbias >= kDbiasWeighted ? 2 : splits ? 3 : 4;
     HeldRows<steps> rows;
     u32 minus_half[4];  // A: -1/2 where B has a part of D; both halves of B's 16 rows are the same 8
 

@@ -60,7 +60,8 @@ struct Worker {
         if constexpr (finishes) bias.begin(p, place(first_key), slab);
         if constexpr (slopes_apart) {
             hidden.mask(s);
-            weigh_apart(s, weights, p, place(first_key), bias, stat, draws, uniform(step().far()));
+            if (uniform(step().far())) weigh_apart<true>(s, weights, p, place(first_key), bias, stat, draws);
+            else weigh_apart<false>(s, weights, p, place(first_key), bias, stat, draws);
         } else {
             if constexpr (finishes) finish_scores(s, p, place(first_key), bias);
             else if constexpr (cfg::prescaled) prescale(s, p);

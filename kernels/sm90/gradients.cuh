@@ -28,16 +28,18 @@ __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, u32 ti
     ptx::bulk_commit();
 }
 
-// Writes a thread's two rows unrounded, from a column on.  out: [slice][rows][columns]; row: the thread's first.
+// Writes a thread's two rows, from a column on.  out: [slice][rows][columns]; row: the thread's first.
 template <int n>
 __device__ __forceinline__ void write_gradient(const float (&x)[n], float factor, void* out, i32 slice, i32 rows, i32 columns, i32 row,
                                                i32 first_column = 0) {
-    float* base = static_cast<float*>(out) + static_cast<i64>(slice) * rows * columns;
+    cfg::grad* base = static_cast<cfg::grad*>(out) + static_cast<i64>(slice) * rows * columns;
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
         const i32 at = row + 8 * (i / 2 % 2), column = first_column + 8 * (i / 4) + 2 * (threadIdx.x % 4);
-        if (at < rows && column < columns)
-            *reinterpret_cast<float2*>(base + static_cast<i64>(at) * columns + column) = make_float2(x[i] * factor, x[i + 1] * factor);
+        if (at >= rows || column >= columns) continue;
+        cfg::grad* to = base + static_cast<i64>(at) * columns + column;
+        if constexpr (unrounded) *reinterpret_cast<float2*>(to) = make_float2(x[i] * factor, x[i + 1] * factor);
+        else *reinterpret_cast<u32*>(to) = pack(x[i] * factor, x[i + 1] * factor);
     }
 }
 

@@ -134,11 +134,11 @@ __device__ __forceinline__ void zero_shared_keys(const Params& p) {
 }
 
 // What the main kernel for compute capability 9.0 adds dBias to, or where it stores that of visible tiles.
-constexpr bool zeroed_dbias = cfg::dbias == kDbiasAdded || (cfg::dbias == kDbiasStored && (cfg::mask != 0 || cfg::band_left || cfg::band_right));
+constexpr bool zeroed_dbias = cfg::dbias == kDbiasDiagonals || (cfg::dbias == kDbiasStored && (cfg::mask != 0 || cfg::band_left || cfg::band_right));
 
 __device__ __forceinline__ void zero_bias_gradient(const Params& p) {
-    const bool added = cfg::dbias == kDbiasAdded;
-    const i64 elements = added ? i64(p.row_tiles) * cfg::block_m * p.key_tiles * cfg::block_n : i64(p.n_queries) * p.n_keys;
+    const bool added = cfg::dbias == kDbiasDiagonals;
+    const i64 elements = added ? p.dbias.head : i64(p.n_queries) * p.n_keys;
     const i64 units = p.bias_instances * elements * int(added ? sizeof(cfg::acc) : sizeof(cfg::bias_grad)) / 16;  // rows are whole units
     uint4* to = static_cast<uint4*>(added ? p.dbias_acc : p.dbias.data);
     for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < units; i += i64(gridDim.x) * kThreads) to[i] = make_uint4(0, 0, 0, 0);

@@ -2,8 +2,9 @@
 //
 //   result[e] = elements[e] + scale sum of the sums (of heads, rows, keys, diagonals) whose index is e
 //
-// Each block owns some elements and goes through the indices of all heads that may read them; its warps share those of a head, and each has
-// sums of its own.  Heads that an index does not depend on (not cfg::by_batch, not cfg::by_head) have their sums added up first.
+// Each block owns some elements and goes through the indices of all heads that may read them; its warps share the lines, and each has sums of its
+// own.  Heads that an index does not depend on (not cfg::by_batch, not cfg::by_head) have their sums added up first; where only the first element
+// that a head reads does (cfg::alike), an index is computed once for all of them.
 //
 // Shared memory   sums [warps][owned]
 // Grid            elements / owned
@@ -73,23 +74,40 @@ __device__ __forceinline__ void add_by_number(Acc* sums, i32 number, Acc value) 
     __syncwarp();
 }
 
-// Adds this warp's lines of a head to its sums, whose first is element number `first`.
-__device__ __forceinline__ void add_head(Acc* sums, const ScoreSumsParams& p, i32 ib, i32 head, i64 first) {
-    const TracedHead of_head = TracedHead::of(p, ib, head);
-    const TracedKey first_key = TracedKey::of(p, of_head, 0);
-    const TracedRow first_row = TracedRow::of(p, of_head, 0);
+// What functions say of a line, for this weight.
+__device__ __forceinline__ i64 offset_of(const ScoreSumsParams& p, const TracedHead& head, const Line& line) {
     i64 found[weights];
-    ScorePlace{p, of_head, first_row, first_key}.bases(found, Weighted());
-    const i64 base = found[cfg::weight];
-    if (base >= first + p.owned || base + p.reach < first) return;  // as for all threads
+    ScorePlace{p, head, row_of(p, head, line), key_of(p, head, line)}.offsets(found, Weighted());
+    return found[cfg::weight];
+}
+__device__ __forceinline__ i64 base_of(const ScoreSumsParams& p, const TracedHead& head) {
+    i64 found[weights];
+    const TracedKey first_key = TracedKey::of(p, head, 0);
+    const TracedRow first_row = TracedRow::of(p, head, 0);
+    ScorePlace{p, head, first_row, first_key}.bases(found, Weighted());
+    return found[cfg::weight];
+}
+
+// Adds this warp's lines of all heads to its sums, whose first is element number `first`.
+__device__ __forceinline__ void add_lines(Acc* sums, const ScoreSumsParams& p, i64 first) {
+    const TracedHead any = TracedHead::of(p, 0, 0);
+    const i32 batch = cfg::by_batch ? p.batch : 1, heads = cfg::by_head ? p.heads : 1;
     const i32 share = (p.lines + 32 * cfg::warps - 1) / (32 * cfg::warps) * 32, begin = threadIdx.x / 32 * share, end = min(p.lines, begin + share);
     for (i32 at = begin; at < end; at += 32) {
         const i32 index = at + threadIdx.x % 32;
         const Line line(p, min(index, p.lines - 1));
-        ScorePlace{p, of_head, row_of(p, of_head, line), key_of(p, of_head, line)}.offsets(found, Weighted());
-        const i64 number = found[cfg::weight] - first;
-        const bool owned = index < end && line.exists && number >= 0 && number < p.owned;
-        if (__any_sync(~0u, owned)) add_by_number(sums, owned ? static_cast<i32>(number) : -1, owned ? sum_of_line(p, ib, head, index) : Acc(0));
+        const bool exists = index < end && line.exists;
+        const i64 behind = cfg::alike ? offset_of(p, any, line) - base_of(p, any) : 0;
+        for (i32 ib = 0; ib < batch; ++ib) {
+            for (i32 head = 0; head < heads; ++head) {
+                const TracedHead of_head = TracedHead::of(p, ib, head);
+                const i64 base = base_of(p, of_head) - first;
+                if (base >= p.owned || base + p.reach < 0) continue;  // as for all threads
+                const i64 number = cfg::alike ? base + behind : offset_of(p, of_head, line) - first;
+                const bool owned = exists && number >= 0 && number < p.owned;
+                if (__any_sync(~0u, owned)) add_by_number(sums, owned ? static_cast<i32>(number) : -1, owned ? sum_of_line(p, ib, head, index) : Acc(0));
+            }
+        }
     }
 }
 
@@ -99,11 +117,7 @@ extern "C" __global__ void __launch_bounds__(32 * cfg::warps) score_sums(const _
     const i64 first = i64(blockIdx.x) * p.owned;
     for (i32 e = threadIdx.x; e < cfg::warps * p.owned; e += 32 * cfg::warps) all[e] = 0;
     __syncthreads();  // the sums are 0
-    if constexpr (cfg::gathers != kShareNothing) {
-        const i32 batch = cfg::by_batch ? p.batch : 1, heads = cfg::by_head ? p.heads : 1;
-        for (i32 ib = 0; ib < batch; ++ib)
-            for (i32 head = 0; head < heads; ++head) add_head(all + threadIdx.x / 32 * p.owned, p, ib, head, first);
-    }
+    if constexpr (cfg::gathers != kShareNothing) add_lines(all + threadIdx.x / 32 * p.owned, p, first);
     __syncthreads();  // the sums are complete
     for (i32 e = threadIdx.x; e < p.owned && first + e < p.size; e += 32 * cfg::warps) {
         Acc sum = 0;

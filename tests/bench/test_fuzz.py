@@ -56,7 +56,7 @@ def test_everything_that_the_api_takes_comes_up():
     expected = {
         "float16", "bfloat16", "float32", "float64", "d != dv", "zero size", "rank 2", "grouped", "broadcast",
         "dropout", "softcap", "scale 0", "scale -0.2", "out_dtype", "precision", "dlse", "shards", "out", "twice",
-        "deterministic",
+        "deterministic", "tangents",
         "mask boolean", "mask column", "mask block", "mask function", "mask and", "mask share_question",
         "mask random_eviction", "score s", "score np.where",
         "bias padding", "bias holes", "bias heads", "band causal", "band window", "bottom_right", "values saturated",
@@ -108,6 +108,19 @@ def test_wrong_gradients_shards_and_bits_are_found(monkeypatch):
     found = set(complaints(check(Settings(1), range(150))))
     assert "backward twice" in found
     assert any(what.endswith("of shards") for what in found)
+
+
+def test_wrong_derivatives_are_found(monkeypatch):
+    jvp = cuattn.jvp
+
+    @wraps(jvp)
+    def wrong(*arrays, **options):
+        found = jvp(*arrays, **options)
+        return found._replace(to=found.to * found.to.dtype.type(1.001))
+
+    monkeypatch.setattr(cuattn, "jvp", wrong)
+    found = complaints(check(Settings(1), range(60)))
+    assert "to along tangents" in found
 
 
 def test_the_rule_of_tf32_allows_its_bits_and_no_fewer():

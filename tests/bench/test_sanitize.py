@@ -1,5 +1,7 @@
 """The list for compute-sanitizer holds every feature and every way that kernels take it, and all of it is legal."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,8 @@ from cuattn.masks import from_function
 from tests.cuda.recording import driver as driver
 from tests.cuda.recording import scored, validated
 from tests.cuda.scores import Score
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 def test_every_dtype_group_and_width_is_there():
@@ -60,27 +64,32 @@ def kernels(problem, operation):
     return [(kernel._found[1], dict(kernel._found[3])) for kernel in found]
 
 
-def test_every_way_to_take_a_bias_and_a_function_is_there(driver):
-    found = {"forward": [], "backward": []}
-    for problem in sanitize.problems(["sm90"])[-len(sanitize.IN_ONE_DTYPE) :]:
-        for operation, taken in found.items():
-            launched = kernels(problem, operation)
-            assert "sloped" in problem.options.values() or not isinstance(launched, str), launched
-            taken += [] if isinstance(launched, str) else launched
+@pytest.fixture
+def launched(driver):
+    """Paths and constants of all that forwards and backwards launch, by operation and family."""
+    found = {}
+    for problem in sanitize.problems():
+        for operation in ("forward", "backward"):
+            taken = kernels(problem, operation)
+            found.setdefault((operation, problem.kernel), []).extend([] if isinstance(taken, str) else taken)
+    return found
 
+
+def test_every_kernel_and_every_way_to_take_a_bias_and_a_function_is_there(launched):
     def ways(operation, *names):
-        return {tuple(constants.get(name) for name in names) for _, constants in found[operation]}
+        return {tuple(constants.get(name) for name in names) for _, constants in launched[operation, "sm90"]}
 
+    paths = {path for taken in launched.values() for path, _ in taken}
+    for family in ("sm80", "sm90"):
+        files = [*(KERNELS / family).glob("fwd*.cu"), *(KERNELS / family).glob("bwd*.cu")]
+        assert paths >= {f"{family}/{file.name}" for file in files if "jvp" not in file.name}
+    assert paths >= {f"util/{name}.cu" for name in ("mask_bits", "mask_states", "mask_bounds", "score_sums")}
     forms = {(True, False, False), (False, True, False), (False, False, True), (False, False, False)}
     assert ways("forward", "bias", "bias_tiles", "bias_keys", "bias_rows") >= {(True, *form) for form in forms}
-    assert {form for (form,) in ways("backward", "dbias")} >= {*Dbias}
-    assert {(Dbias.STORED, True), (Dbias.OF_KEYS, True), (Dbias.WEIGHTED, True)} <= ways(
-        "backward", "dbias", "deterministic"
-    )
+    in_order = {(form, True) for form in (Dbias.STORED, Dbias.OF_KEYS, Dbias.WEIGHTED, Dbias.ELSEWHERE)}
+    assert ways("backward", "dbias", "deterministic") >= in_order
     assert {walk for (walk,) in ways("backward", "walk")} >= {*range(4)}  # keys, rows, diagonals, heads
     assert {kind for (kind,) in ways("backward", "gathers")} >= {*range(4)}  # nothing, heads, lines, slices
-    paths = {path for taken in found.values() for path, _ in taken}
-    assert paths >= {"util/mask_bits.cu", "util/mask_states.cu", "sm90/bwd_rows.cu", "sm80/bwd_bias.cu"}
 
 
 @pytest.mark.gpu

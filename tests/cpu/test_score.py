@@ -40,6 +40,20 @@ def test_recipes_hold_the_rule(recipe, way, dtype):
         check_recipe(Host, recipe, dtype)
 
 
+@recipes
+def test_what_is_added_has_a_bound(recipe, monkeypatch):
+    made, scores = [], call.Scores
+    monkeypatch.setattr(call, "Scores", lambda *arguments: made.append(scores(*arguments)) or made[-1])
+    monkeypatch.setattr(call, "with_bias", lambda problem, operands, place: (problem, operands, None))
+    q = np.zeros((*SHAPE[:3], 8))
+    cuattn.attention(q, q, q, score=recipe.function, score_args=recipe.args)
+    added, again = (recipe.formula(np.full(SHAPE, s)) - s for s in (0.0, 1.0))
+    seen = added > -np.inf
+    most, is_additive = np.abs(added[seen]).max(), np.allclose(added[seen], again[seen])
+    assert made[0].largest >= most if is_additive else made[0].largest == np.inf
+    assert made[0].largest < 1.1 * most or recipe.name not in ("learned_alibi", "key_bias", "relative", "t5")
+
+
 def test_the_rule_knows_what_weights_lose():
     """1 - tanh(18)^2 is 2e-16, and 0 in float32: no algorithm in that precision knows better."""
     function = lambda s, b, h, i, j, x: s * np.tanh(x[h] + 18)  # noqa: E731
@@ -125,6 +139,8 @@ PAIRS = {  # a function, the shape of x, and whether something is left of the fu
     "shared": (lambda s, b, h, i, j, x, y: s + x[i, j], (60, 90), None),
     "beyond its end": (lambda s, b, h, i, j, x, y: s + x[h, i, j], (4, 60, 80), False),
     "twice": (lambda s, b, h, i, j, x, y: s + x[h, i, j] + np.tanh(x[h, i, j]), (4, 60, 90), False),
+    "taken away again": (lambda s, b, h, i, j, x, y: s + (x[h, i, j] - x[h, i, j]), (4, 60, 90), False),
+    "read elsewhere": (lambda s, b, h, i, j, x, y: s + x[h, i, j] + x[h, i, 0], (4, 60, 90), False),
     "subtracted": (lambda s, b, h, i, j, x, y: s - x[h, i, j], (4, 60, 90), False),
 }
 

@@ -186,7 +186,8 @@ class Prepared(NamedTuple):
 def scored(call: Prepared, score: Any) -> Prepared:
     """Return a call with a score function, a `tests.cuda.scores.Score`; of a backward, whose arrays are learned."""
     bound, p = score.bound, call.problem
-    floats = [slot for slot, x in enumerate(bound.arrays) if x.dtype.kind not in "biu"] * (p.operation == "backward")
+    replays = OPERATIONS[p.operation].replays
+    floats = [slot for slot, x in enumerate(bound.arrays) if x.dtype.kind not in "biu"] * replays
     limits = (math.prod(p.batch), p.heads, p.n_queries, p.n_keys)
     problem = replace(p, score=ScoreFunction(bound.root, facts(bound, limits), tuple(floats)))
     arrays = dict(zip(problem.score.names, bound.arrays, strict=True))
@@ -209,7 +210,8 @@ def validated(arrays, options, operation, **more) -> Prepared:
     named = dict(zip("qkv", arrays, strict=True))
     if bias is not None:
         named["bias"] = bias
-    if operation == "backward":
+    tangents = {f"t{name}": x for name, x in named.items() if "tq" in OPERATIONS[operation].optional}
+    if OPERATIONS[operation].replays:
         options.pop("out_dtype", None)
         forward = check(OPERATIONS["forward"], named, masks, Options(**options))
         shape = (*np.broadcast_shapes(*(a.shape[:-3] for a in named.values() if a.ndim > 2)), forward.heads)
@@ -218,6 +220,12 @@ def validated(arrays, options, operation, **more) -> Prepared:
         named["l"], named["m"] = np.empty((2, *rows), forward.stat_dtype)
         if more.pop("dlse", False):
             named["dlse"] = named["l"]
+        if tangents:
+            named["o"] = named["to"] = named["o"].astype(forward.stat_dtype)
+            named["tlse"] = named["l"]
+        if "tdo" in OPERATIONS[operation].optional:
+            named["tdo"] = named["do"]
+    named |= tangents
     problem = check(OPERATIONS[operation], named, masks, Options(**{**options, **more}))
     operands, addresses, next_address = {}, {}, 1 << 32
     for name, value in bind(problem, named).items():

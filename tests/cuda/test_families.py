@@ -26,7 +26,7 @@ class Mine(Call):
         return "it is for eight heads" if self.problem.heads != 8 else None
 
     def prepare(self):
-        self.begin({"delta": Array((3,), np.dtype(np.float32))})
+        self.begin({"o_part": Array((3,), np.dtype(np.float32))})
         constants = {"elem": self.problem.row.cuda}
         self.add("sm80/fwd.cu", "my_kernel", constants, (self.problem.instances,), 4, {})
         return self.planned("sm80/fwd.cu", (1, 1), 4, 0, constants)
@@ -50,7 +50,7 @@ def test_a_family_is_an_entry(mine, driver):
     assert families.plan(p, operands(p), ()).kernel == "mine"
     (launch,), _ = driver.run(families.launch_sequence(p, operands(p), ()), {"q": 1})
     assert (launch.path, launch.kernel, launch.grid, launch.block) == ("sm80/fwd.cu", "my_kernel", (16,), (128,))
-    assert launch.argument["q.data"] == 1 and launch.argument["delta"] and launch.argument["heads"] == 8
+    assert launch.argument["q.data"] == 1 and launch.argument["o_part"] and launch.argument["heads"] == 8
 
 
 def test_what_it_does_not_take_goes_on(mine):

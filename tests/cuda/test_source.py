@@ -44,6 +44,8 @@ def test_prologue_types():
         ("CoreParams", "attn/params.cuh", params.PARAMS),
         ("MaskParams", "util/mask_params.cuh", params.MASK_PARAMS),
         ("MergeParams", "util/merge.cu", params.MERGE_PARAMS),
+        ("MergeJvpParams", "util/merge_jvp.cu", params.MERGE_JVP_PARAMS),
+        ("Tangents", "attn/tangents.cuh", params.TANGENTS),
     ],
 )
 def test_struct_layouts_agree(struct, header, dtype):
@@ -52,6 +54,9 @@ def test_struct_layouts_agree(struct, header, dtype):
         member = re.sub(r"\.(\d)", r"[\1]", name)
         checks.append(f'static_assert(__builtin_offsetof({struct}, {member}) == {offset}, "{name}");')
     constants = {"mask": 1, "row_warps": 1, **dict.fromkeys(("band_left", "band_right", "stacked"), True)}
-    constants |= dict.fromkeys(("acc", "part", "out"), "float")
+    constants |= dict.fromkeys(("acc", "part", "out", "elem", "bias_elem"), "float")
+    constants |= dict.fromkeys(("softcap", "score", "bias", "tbias", "moves", "additive", "runs"), False) | {
+        "dropout": 0
+    }
     text = source.prologue(constants) + source.flatten(header) + "\n".join(checks)
     compiler.compile_log(text, "sm_80")

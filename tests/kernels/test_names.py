@@ -22,7 +22,7 @@ def test_constants_are_documented():
 
 def test_arguments_are_called_p():
     """By this name Python finds the fields that a kernel reads: no other is ever given an address."""
-    named = re.findall(r"\bParams\s*(?:const\s*)?[&*]?\s*(\w+)\b(?!\s*[:{])", all_code())
+    named = re.findall(r"\w*Params\s*(?:const\s*)?[&*]?\s*(\w+)\s*[,)]", all_code())
     assert {*named} == {"p", "params"}
     assert not re.search(r"\bparams\.(?!cuh)", all_code())  # it only initialises a member that is p
     assert source.slots_read("sm90/bwd_convert.cu", {"q.data": "q", "dq.data": "dq", "dq_acc": "dq_acc"}) == {

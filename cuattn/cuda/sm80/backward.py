@@ -227,6 +227,11 @@ def sum_over(axes: Axes, shape: tuple[int, ...], heads: int) -> Sum:
     return {"keep": keep, "size": size, "inner": shape[-2] * shape[-1]}
 
 
+def sum_of_parts(parts: int, size: int) -> Sum:
+    """Return the sum of so many parts, each of which has the size of the result."""
+    return {"keep": (False, *[True] * BATCH_AXES), "size": (parts, *[1] * BATCH_AXES), "inner": size}
+
+
 def sum_array(problem: Problem, total: Sum) -> Array:
     """Return the scratch memory that a sum is taken of."""
     return Array((*total["size"], total["inner"]), problem.stat_dtype)
@@ -257,8 +262,7 @@ class BiasPass:
         self._tiles = max(self._instances * cdiv(rows, cut.bias.block_m) * cdiv(keys, cut.bias.block_n), 1)
         members = call.problem.instances // max(self._instances, 1)
         self._splits = max(1, min(members, cdiv(2 * call.device.multiprocessors, self._tiles)))
-        keep, size = (False, *[True] * BATCH_AXES), (self._splits, *[1] * BATCH_AXES)
-        self._sum: Sum = {"keep": keep, "size": size, "inner": call.operands["bias"].size}
+        self._sum = sum_of_parts(self._splits, call.operands["bias"].size)
         self.scratch = {"dbias_acc": sum_array(call.problem, self._sum)} if self._splits > 1 else {}
 
     def add(self, constants: Constants) -> None:

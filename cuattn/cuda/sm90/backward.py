@@ -12,19 +12,21 @@ from typing import NamedTuple
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
-from cuattn.cuda.constants import Constants, is_sloped, problem_constants
+from cuattn.cuda.constants import Constants, function_of, is_sloped, problem_constants
 from cuattn.cuda.device import Device
-from cuattn.cuda.sm80 import backward as portable
+from cuattn.cuda.learned import learned
 from cuattn.cuda.sm80 import score_gradients
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
-from cuattn.cuda.sm80.score_gradients import ScoreGradients
+from cuattn.cuda.sm80.score_gradients import Main
 from cuattn.cuda.sm90 import forward
-from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form, portable_constants
+from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
+from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import Problem
+from cuattn.tracing import I, J, S, addend, derivative, is_linear
 
 _FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
@@ -35,18 +37,33 @@ _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_work
 _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
+_TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
+_HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
 
 def unsupported_reason(problem: Problem, device: Device) -> str | None:
     """Say why these kernels do not take a problem, or return None; strides and addresses are another matter."""
     against = forward.unsupported_reason(problem, device)
-    if against is None and problem.dropout and problem.score is not None and is_sloped(problem):
+    sloped = is_sloped(problem) and not has_slopes_of_heads(problem)
+    if against is None and problem.dropout and problem.score is not None and sloped:
         return "it marks what dropout drops by a sign, which a function's slope may change"
     if against is None and problem.head_dim % 8:
         return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
     if against is None and problem.softcap is not None and problem.softcap > _MAX_SOFTCAP:
         return f"it takes softcaps up to {_MAX_SOFTCAP}, not {problem.softcap}"
     return against
+
+
+def has_slopes_of_heads(problem: Problem) -> bool:
+    """Return whether all scores of a head have the same slope, other than 1, and dQ and dK are sums of one head.
+
+    Only the kernel that computes everything makes use of it.
+    """
+    root, widest = function_of(problem), max(width_of(problem.head_dim), width_of(problem.head_dim_v))
+    if root is None or problem.softcap is not None or problem.bias is not None or problem.group > 1 or problem.dropout:
+        return False
+    alone = not derivative(root).depends & (S | I | J) and is_linear(root) and addend(root) is None
+    return alone and widest <= _FUSED_HEAD_DIM and problem.masks != ("block",)
 
 
 class Tile(NamedTuple):
@@ -77,36 +94,53 @@ class Cut:
     split_score : Node or None
         What a score function adds, if they add it to keys, as in the forward.
     bias : BiasForm
+    dq_tiles : int
+        Of a head's rows, whose dq a block holds in shared memory over all key tiles; else 0.
+    slopes_of_heads : bool
+        All scores of a head have the same slope: it joins dQ and dK last.
+    sloped : bool
+        Slopes are others.
     weighted : bool
         The main kernel sums what arrays of a score function need of dS.
+    arrays : dict of int to Learned
+        Of those arrays that are like biases, see :func:`like_biases`.
     keys, rows : Tile
         Of sm90/bwd.cu and sm90/bwd_rows.cu.
     """
 
-    def __init__(self, problem: Problem, bias: BiasForm = NO_BIAS) -> None:
+    def __init__(self, problem: Problem, bias: BiasForm = NO_BIAS, shares_q: bool = False) -> None:
         self.problem, blocks = problem, problem.masks == ("block",)
-        self.head_dim, self.head_dim_v = width_of(problem.head_dim), width_of(problem.head_dim_v)
-        self.columns = pad(problem.head_dim, SLAB_COLUMNS)
+        self.head_dim, self.head_dim_v = (
+            _NARROW if columns <= _NARROW else width_of(columns) for columns in (problem.head_dim, problem.head_dim_v)
+        )
         widest = max(self.head_dim, self.head_dim_v)
         # Walking blocks takes registers beside anything else, and so does dropout beside slopes.
-        sloped = is_sloped(problem)
+        self.slopes_of_heads = has_slopes_of_heads(problem)
+        self.sloped = sloped = is_sloped(problem) and not self.slopes_of_heads
         beside = problem.band is not None or problem.deterministic or problem.dropout or sloped
         crowded = (blocks and beside) or (sloped and problem.dropout)
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
         self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         self.bias = bias if self.fused else BiasForm(bias.keys)
-        alone = self.fused and not sloped and problem.group == 1 and problem.bias is None
-        self.weighted = alone and score_gradients.by_keys(problem)
+        alone = self.fused and not sloped and problem.bias is None
+        self.weighted = alone and score_gradients.by_main(problem)
         if self.weighted:
-            self.bias = BiasForm(gradient=Dbias.WEIGHTED)
-        # Passes of their own take delta whole.
-        passes = problem.bias is not None and self.bias.gradient == Dbias.ELSEWHERE
-        passes |= bool(problem.learned) and not self.weighted
-        apart = problem.dropout or blocks or passes or sloped
+            diagonals = score_gradients.on_diagonals(problem)
+            self.bias = BiasForm(gradient=Dbias.DIAGONALS if diagonals else Dbias.WEIGHTED)
+        self.arrays = {} if self.weighted else like_biases(problem)
+        tables = len(self.arrays) < len(learned(problem)) and not self.weighted  # which take registers, too
+        apart = problem.dropout or blocks or tables or sloped
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
+        self.dq_tiles = 0
         self.keys, self.rows = self._key_tile(), self._row_tile()
+        narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
+        self.columns = _NARROW if narrow else pad(problem.head_dim, SLAB_COLUMNS)
+        alone = problem.group == 1 and not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
+        if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
+            self.dq_tiles = self.keys.counts["row_tiles"]
+            self.keys = self._key_tile()
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.
@@ -121,24 +155,27 @@ class Cut:
             together = math.prod(problem.batch)
         if problem.deterministic and self.fused:
             together = max(together, _CAUSAL_TURNS if not problem.masks and problem.band is not None else _TURNS)
+        if self.dq_tiles:
+            together = 1
         return {**tile_counts(problem, tile), "section": min(together, heads)}
 
     def _key_tile(self) -> Tile:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
         problem, (slabs, slabs_v), one = self.problem, self._slabs, self.fused
         block_m, block_n = 64, 128 if one else 64
-        # Registers are short with slopes, with dropout beside what takes some, too, and where masks stand beside sums.
+        # Registers are short with slopes, and with dropout beside what takes some, too.
         beside = problem.masks == ("block",) or problem.bias is not None or problem.score is not None
-        added = problem.masks and self.bias.gradient == Dbias.ADDED
-        crowded = is_sloped(problem) or (problem.dropout and beside) or added
+        crowded = self.sloped or (problem.dropout and beside)
         if one and max(slabs, slabs_v) == 1 and not crowded:
-            block_m = 128
+            block_m = _TALL
         rows = block_m * ((slabs + slabs_v) * ROW_BYTES + 4)
         rows += _DELTA_OPERAND if self.split_delta else 4 * block_m
         draws = problem.dropout > 0
         if one:
             keys = (2 * slabs + slabs_v) * block_n * ROW_BYTES
-            sums = block_m * (4 * SLAB_COLUMNS * slabs + 2 * _WARPGROUPS * ROW_BYTES)  # dq, and dk and dv on their way
+            width = _NARROW if block_m == _TALL and self.head_dim <= _NARROW else SLAB_COLUMNS * slabs
+            # dq on its way, or held; and dk and dv on their way.
+            sums = block_m * (4 * width * (1 + self.dq_tiles) + 2 * _WARPGROUPS * ROW_BYTES)
             barriers, moved = 6, row_bytes(problem) + 4 * problem.head_dim  # and of a row
         else:
             keys = 2 * max(slabs, slabs_v) * block_n * ROW_BYTES
@@ -150,7 +187,8 @@ class Cut:
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
         walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
         told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
-        size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws) * _STAGES), 16) + told
+        sums = self.bias.gradient == Dbias.DIAGONALS
+        size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads = problem.instances // problem.group
         counts = self._counts((block_m, block_n), problem.n_queries * problem.group * moved, heads)
@@ -171,6 +209,11 @@ class Cut:
         counts = self._counts((block_m, block_n), problem.n_keys * row_bytes(problem), problem.instances)
         return Tile(block_m, block_n, size, counts, v_stages)
 
+    @property
+    def adds_dq(self) -> bool:
+        """Whether dq is added up in memory."""
+        return self.fused and not self.dq_tiles
+
     def scratch(self, dq_instances: int) -> dict[str, Array]:
         """Return the scratch memory by name; `dq_instances` counts the different (N, d) matrices of q."""
         found, row_tiles = row_arrays(self.problem), self.keys.counts["row_tiles"]
@@ -178,7 +221,7 @@ class Cut:
             found["delta"] = Array((*found["delta"].shape, _DELTA_PARTS), np.dtype(np.uint16))
         int32 = found["counters"].dtype
         found["ticket"] = Array((2,), int32)
-        if self.fused:
+        if self.adds_dq:
             if self.problem.deterministic:
                 found["turns"] = Array((dq_instances, row_tiles), int32)
             rows = row_tiles * self.keys.block_m
@@ -192,6 +235,8 @@ class Cut:
             **problem_constants(self.problem),
             **forward.scaling(self.problem, self.split_bias, self.split_score),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
+            "sloped": self.sloped,
+            "slopes_of_heads": self.slopes_of_heads,
             "batches_first": self.bias.batches_first,
             "bias_keys": self.bias.keys,
             "bias_tiles": self.bias.tiles,
@@ -200,13 +245,16 @@ class Cut:
             "block_n": self.keys.block_n,
             "stages": _STAGES,
             "v_stages": self.rows.v_stages,
-            "atomic_dq": self.fused,
+            "atomic_dq": self.adds_dq,
+            "dq_tiles": self.dq_tiles,
             "deterministic": self.problem.deterministic,
         }
 
     @property
     def note(self) -> str:
         """How dq is made."""
+        if self.dq_tiles:
+            return "a block sums dq of a head over all keys, in a fixed order"
         if not self.fused:
             return "dq by a second pass over the scores, in a fixed order"
         if self.problem.deterministic:
@@ -220,7 +268,8 @@ class Backward(MappedCall):
     @functools.cached_property
     def cut(self) -> Cut:
         """How the call is cut."""
-        return Cut(self.problem, bias_form(self.problem, self.operands.get("bias")))
+        form = bias_form(self.problem, self.operands.get("bias"))
+        return Cut(self.problem, form, "q" in broadcast_heads(self))
 
     def unsupported_reason(self) -> str | None:
         problem = self.problem
@@ -232,7 +281,7 @@ class Backward(MappedCall):
     def _sum_reason(self) -> str | None:
         problem = self.problem
         for name in broadcast_heads(self):
-            if name != "q" or problem.deterministic or not self.cut.fused:
+            if name != "q" or problem.deterministic or not self.cut.fused or self.cut.slopes_of_heads:
                 return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return None
 
@@ -240,35 +289,42 @@ class Backward(MappedCall):
         problem, cut = self.problem, self.cut
         keys, rows, constants = cut.keys, cut.rows, cut.constants
         dq_instances = math.prod(self.operands["q"].shape[:-2])
-        dbias = BiasGradient(self, cut.bias.gradient, keys.counts, keys[:2]) if "bias" in self.operands else None
+        dbias = BiasGradient(self, cut.bias.gradient) if "bias" in self.operands else None
         scratch, counts = cut.scratch(dq_instances), keys.counts
         if dbias is not None:
             scratch, counts = scratch | dbias.scratch, counts | dbias.fields
-        other = portable.Cut(problem, self.device) if problem.learned else None
-        owners = 4 * _WARPGROUPS * counts["key_tiles"] if cut.weighted else 0
-        by_score = None if other is None else ScoreGradients(problem, other.bias, owners)
-        self.begin(scratch | (by_score.scratch if by_score else {}))
+        main = Main(keys[:2], 4 * _WARPGROUPS) if cut.weighted else None
+        elsewhere = [found.weight.slot for found in cut.arrays.values()]
+        by_score = PairScoreGradients(problem, main, elsewhere) if problem.learned else None
+        counts = counts | (by_score.main_fields if by_score and main else {})
+        arrays = [ArrayPass(self, *each) for each in cut.arrays.items()]
+        for passed in (by_score, *arrays):
+            scratch |= passed.scratch if passed else {}
+        self.begin(scratch)
         add_preprocess(self, constants, cut.columns, counts)
         warps = 4 * (_WARPGROUPS + 1)
         key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
-        work = keys.counts["key_tiles"] * problem.instances // problem.group
+        work = (1 if cut.dq_tiles else keys.counts["key_tiles"]) * problem.instances // problem.group
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
-        if by_score and cut.weighted:
-            path = "sm90/bwd_weights.cu"
-            constants |= {"weights": len(by_score.weights), "shared": by_score.passes[0].shared}
+        if by_score and by_score.main_constants:
+            path, constants = "sm90/bwd_weights.cu", constants | by_score.main_constants
         launched = path, "attention_backward", constants, work, key_warps, counts, keys[:2]
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
-            beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"dq_acc": "q"})}
+            beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
+        whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
-            dbias.finish(constants, counts)
+            dbias.finish(whole)
+        for each in arrays:
+            each.add(whole)
         if by_score:
-            by_score.add(self, portable_constants(self, other), other.shared_bytes("bias"))
-        if cut.fused:
+            by_score.add(self, whole, 0)
+        if cut.adds_dq:
             grid = (keys.counts["row_tiles"] * dq_instances,)
-            self.add("sm90/bwd_convert.cu", "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
-        else:
+            convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
+            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
+        elif not cut.fused:
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]

@@ -1,8 +1,8 @@
 """A bias in the backward for compute capability 9.0: how the main kernel takes it, and who makes its gradient.
 
-dS is the gradient of a bias of its own, and leaves as it is.  Of one that heads or sequences share it is added up in
-memory, in no fixed order, and rounded by a launch of its own; of one that is broadcast along rows each key tile sums
-it.  What is left, the portable kernels' pass over all scores does (sm80/bwd_bias.cu).
+dS is the gradient of a bias of its own, and leaves as it is.  Of one that is broadcast along rows each key tile sums
+it.  What is left, a pass over pairs of tiles does (:class:`cuattn.cuda.sm90.pairs.BiasPass`), above all of a bias that
+heads or sequences share.  The order is fixed in all three.
 """
 
 import enum
@@ -10,23 +10,24 @@ import math
 from typing import Any, NamedTuple
 
 from cuattn.cuda.arguments import Array
-from cuattn.cuda.call import Call
 from cuattn.cuda.constants import Constants, is_sloped
 from cuattn.cuda.sm80 import backward as portable
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.forward import SLAB_COLUMNS
+from cuattn.cuda.sm90.pairs import BiasPass
+from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Problem
 
-_CACHED = 16 << 20  # bytes of sums that stay in the L2 cache whatever the order
+_CACHED = 16 << 20  # bytes that stay in the L2 cache whatever the order
 _UNIT = 8  # elements that the copy engine moves at least
-_THREADS = 256  # of backward_bias_convert
 
 
 class Dbias(enum.IntEnum):
     """How the main kernel makes the gradient of a bias (kernels/attn/bwd_workspace.cuh)."""
 
-    ELSEWHERE, OF_KEYS, STORED, ADDED, WEIGHTED = range(5)  # the last: what arrays of a score function need of dS
+    ELSEWHERE, OF_KEYS, STORED = range(3)
+    WEIGHTED, DIAGONALS = 3, 4  # what arrays of a score function need of dS; sums along diagonals, too
 
 
 class BiasForm(NamedTuple):
@@ -40,7 +41,7 @@ class BiasForm(NamedTuple):
         The copy engine brings tiles of it; elements that come in neither way are loaded.
     gradient : Dbias
     batches_first : bool
-        Sequences share sums that the L2 cache does not hold: they are worked on side by side.
+        Sequences share a bias that the L2 cache does not hold: they are worked on side by side.
     """
 
     keys: bool = False
@@ -59,9 +60,8 @@ def bias_form(problem: Problem, bias: Any) -> BiasForm:
     form = forward.bias_form(problem, bias)
     slabs, slabs_v = (cdiv(columns, SLAB_COLUMNS) for columns in (problem.head_dim, problem.head_dim_v))
     tiles = form == "tiles" and slabs_v <= slabs  # dV then leaves through dQ's place
-    gradient = _gradient_form(problem, bias, tiles)
     shared = bias.size < problem.instances * problem.n_queries * problem.n_keys and bias.shape[-3] > 1
-    return BiasForm(form == "keys", tiles, gradient, gradient == Dbias.ADDED and shared and 4 * bias.size > _CACHED)
+    return BiasForm(form == "keys", tiles, _gradient_form(problem, bias, tiles), shared and bias.nbytes > _CACHED)
 
 
 def _gradient_form(problem: Problem, bias: Any, tiles: bool) -> Dbias:
@@ -72,16 +72,9 @@ def _gradient_form(problem: Problem, bias: Any, tiles: bool) -> Dbias:
         return Dbias.ELSEWHERE  # what is at hand is the gradient by what enters softcap and function
     if whole and tiles and rounded and not problem.dropout and problem.n_keys % _UNIT == 0:
         return Dbias.STORED
-    if (rows, columns) == (problem.n_queries, problem.n_keys) and (whole or not problem.deterministic):
-        return Dbias.ADDED
     if rows == 1 and columns == problem.n_keys and (heads == 1 or problem.group == 1):
         return Dbias.OF_KEYS
     return Dbias.ELSEWHERE
-
-
-def portable_constants(call: Call, cut: portable.Cut) -> Constants:
-    """Return the prologue of the portable kernels that a call launches behind its own."""
-    return cut.constants(call.load_bytes("q", "k", "v", "do")) | {f"sum_d{name}": False for name in "qkv"}
 
 
 class BiasGradient:
@@ -89,13 +82,9 @@ class BiasGradient:
 
     Parameters
     ----------
-    call : Call
+    call : MappedCall
         With a bias among its operands.
     form : Dbias
-    tiles : dict of str to int
-        Numbers of row tiles and key tiles.
-    tile : tuple of int
-        Rows and keys of one.
 
     Attributes
     ----------
@@ -104,34 +93,21 @@ class BiasGradient:
         Of ``Params``, for all kernels.
     """
 
-    def __init__(self, call: Call, form: Dbias, tiles: dict[str, int], tile: tuple[int, int]) -> None:
-        self._call, self._form = call, form
+    def __init__(self, call: MappedCall, form: Dbias) -> None:
+        self._call, self._pass, self._sum = call, None, None
         problem, shape = call.problem, call.operands["bias"].shape
-        instances = math.prod(shape[:-2])
         self.scratch: dict[str, Array] = {}
-        self.fields: dict[str, Any] = {"bias_instances": instances}
+        self.fields: dict[str, Any] = {"bias_instances": math.prod(shape[:-2])}
         if form == Dbias.ELSEWHERE:
-            self._portable = portable.Cut(problem, call.device)
-            self._pass = portable.BiasPass(call, self._portable)
+            self._pass = BiasPass(call)
             self.scratch = self._pass.scratch
         elif form == Dbias.OF_KEYS:
             self._sum = portable.sum_over(call.axes, shape, problem.kv_heads)
             self.scratch["dbias_acc"] = portable.sum_array(problem, self._sum)
-        elif form == Dbias.ADDED:
-            self._tiles = instances * tiles["row_tiles"] * tiles["key_tiles"]
-            size = tiles["row_tiles"] * tiles["key_tiles"] * math.prod(tile)  # of an instance
-            self.scratch["dbias_acc"] = Array((instances, size), problem.stat_dtype)
-            *outer, inner = call.axes.pick(shape, 1)
-            self.fields["dbias.head"] = size if shape[-3] > 1 else 0
-            self.fields["dbias.batch"] = (*(0 for _ in outer), shape[-3] * size if inner > 1 else 0)
 
-    def finish(self, constants: Constants, counts: dict[str, int]) -> None:
-        """Append the launches behind the main kernel, which has these constants and numbers of tiles."""
-        call = self._call
-        if self._form == Dbias.ELSEWHERE:
-            self._pass.add(portable_constants(call, self._portable))
-        elif self._form == Dbias.OF_KEYS:
-            portable.add_sum(call, "dbias", self._sum)
-        elif self._form == Dbias.ADDED:
-            launched = "sm90/bwd_bias_convert.cu", "backward_bias_convert", constants, (self._tiles,)
-            call.add(*launched, _THREADS // 32, counts)
+    def finish(self, constants: Constants) -> None:
+        """Append the launches behind the main kernel, which has these constants."""
+        if self._pass is not None:
+            self._pass.add(constants)
+        if self._sum is not None:
+            portable.add_sum(self._call, "dbias", self._sum)

@@ -192,12 +192,13 @@ class MappedCall(Call):
         written: Iterable[str],
         beside: Mapping[str, str] = MappingProxyType({}),
         together: int = 1,
+        **more: Any,
     ) -> None:
         """Append a kernel whose blocks share pieces of `work`, and that takes maps of what it reads and writes.
 
         Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.  Last
         come maps of what travels `beside` q, k and v, in boxes of q's rows: the name of each, and of whose look it has.
-        `together`: blocks of a multiprocessor.
+        `together`: blocks of a multiprocessor; `more` is for :meth:`add`.
         """
         dtype = self.problem.row
         views = {name: self.view(name, tile[1] if name in ("k", "v") else tile[0]) for name in self.read}
@@ -207,4 +208,4 @@ class MappedCall(Call):
         views |= {name: self.view(like, tile[0]) for name, like in beside.items()}
         maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
         grid = (min(work, together * self.device.multiprocessors),)
-        self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps)
+        self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps, **more)

@@ -1,5 +1,8 @@
 """What Hopper's backward launches, without a GPU."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -58,6 +61,15 @@ def test_turns(driver):
     assert keys.constants["deterministic"] and keys.argument["turns"]
 
 
+def test_a_block_holds_dq_of_few_rows(driver):
+    p = problem(32, batch=(256,), heads=4, kv_heads=4, n_queries=256, n_keys=300, deterministic=True)
+    preprocess, keys = launched(driver, p, operands(p))
+    assert keys.constants["dq_tiles"] == 2 and keys.argument["section"] == 1 and not keys.argument["turns"]
+    assert not preprocess.constants["atomic_dq"] and not keys.argument["dq_acc"] and keys.argument["dq.data"]
+    shared = {**operands(p), "q": array((1, 4, 256, 32))}
+    assert not Backward(replace(p, deterministic=False), shared, ()).cut.dq_tiles
+
+
 def test_broadcast_queries_share_an_accumulator(driver):
     p = problem()
     taken = {**operands(p), "q": array((1, 16, 4096, 128))}
@@ -79,13 +91,21 @@ def test_a_bias_of_its_own_and_its_gradient_travel_in_tiles(driver):
     assert preprocess.argument["bias_instances"] == 32 and preprocess.argument["dbias.data"]
 
 
-def test_a_shared_bias_is_added_up_in_memory(driver):
-    preprocess, keys, convert, _ = biased(driver, (1, 16, 4096, 4096))
-    tile = 64 * 32 * 64 * 128  # of all row tiles and key tiles
-    assert keys.argument["dbias.head"] == tile and not keys.argument["dbias.batch"].any()
-    assert keys.argument["section"] == 2 and keys.constants["batches_first"]
-    assert (convert.path, convert.grid) == ("sm90/bwd_bias_convert.cu", (16 * 64 * 32,))
-    assert preprocess.argument["dbias_acc"] == keys.argument["dbias_acc"] == convert.argument["dbias_acc"] != 0
+def test_a_pass_over_pairs_of_tiles_sums_a_shared_bias(driver):
+    _, keys, made, _ = biased(driver, (1, 16, 4096, 4096))
+    assert keys.constants["split_delta"] and keys.path == "sm90/bwd_bias.cu"
+    assert (made.path, made.grid, made.block) == ("sm90/bwd_dbias.cu", (16 * 32 * 32,), (384,))
+    assert (made.argument["splits"], made.argument["row_tiles"], made.argument["key_tiles"]) == (1, 32, 32)
+    assert not made.constants["split"] and not made.argument["dbias_acc"] and made.argument["dbias.data"]
+    assert [tuple(described)[-1] for described in made.maps] == [128] * 4
+
+
+def test_heads_that_share_a_small_bias_are_dealt_out(driver):
+    done = biased(driver, (1, 4, 256, 256), batch=(256,), heads=4, kv_heads=4, n_queries=256, n_keys=256)
+    made, add = done[2:4]
+    assert (made.path, made.grid, made.constants["split"]) == ("sm90/bwd_dbias.cu", (16 * 8,), True)
+    assert (add.path, add.argument["size"][0], add.argument["inner"]) == ("util/bwd_sum.cu", 8, 4 << 16)
+    assert made.argument["dbias_acc"] == add.argument["in"] != 0 and made.argument["bias_instances"] == 4
 
 
 def test_a_key_bias_is_summed_by_key_tiles(driver):
@@ -96,10 +116,11 @@ def test_a_key_bias_is_summed_by_key_tiles(driver):
     )  # fmt: skip
 
 
-def test_the_portable_pass_makes_other_gradients_of_a_bias(driver):
-    done = biased(driver, (2, 16, 4096, 1), kv_heads=4)
-    assert [each.path for each in done][1:3] == ["sm90/bwd.cu", "sm80/bwd_bias.cu"]
-    assert not done[1].constants["split_delta"]
+def test_a_pass_sums_along_rows_and_keys(driver):
+    for shape, sums, tiles in (((2, 16, 4096, 1), (False, True), 32), ((1, 1, 1, 1), (True, True), 1)):
+        made = next(each for each in biased(driver, shape, kv_heads=4) if each.path == "sm90/bwd_dbias.cu")
+        assert (made.constants["sum_rows"], made.constants["sum_keys"]) == sums
+        assert made.grid == (tiles * math.prod(shape[:2]) * made.argument["splits"],)
 
 
 @pytest.mark.parametrize(

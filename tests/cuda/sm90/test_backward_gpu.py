@@ -71,6 +71,14 @@ OWN = [
     sized("turns causal", 900, 900, batch=(1,), heads=4, kv_heads=4, options={"is_causal": True}),
     sized("dropout columns", 300, 400, 128, mask=columns_of,
          options={"dropout_p": 0.1, "rng": 42}),
+    sized("d32", 300, 400, 32, heads=6, kv_heads=3),
+    sized("d24 dv 64", 300, 400, 24, head_dim_v=64, options={"is_causal": "top_left"}),
+    # Many heads of few rows, whose dq a block holds.
+    sized("few rows", 256, 256, 32, batch=(70,), heads=4, kv_heads=4),
+    sized("few rows window", 200, 300, 24, batch=(70,), heads=4, kv_heads=4, dtype=F16,
+         options={"window": (60, 20, "top_left")}),
+    sized("few rows columns", 130, 200, 32, batch=(70,), heads=4, kv_heads=4, mask=columns_of),
+    sized("few rows bias", 256, 256, 32, batch=(70,), heads=4, kv_heads=4, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
     sized("softcap", 500, 400, 128, options={"softcap": 3.0, "is_causal": "bottom_right"}),
     # A bias of its own, whose gradient is dS; one that heads or sequences share; loaded ones; one for each key or row.
     *(sized(f"bias d{d}", 300, 400, d, bias=bias_of(1, 1, 1, 1, dtype=BF16)) for d in (64, 128)),
@@ -84,6 +92,7 @@ OWN = [
     sized("pair bias", 256, 256, 32, batch=(20,), heads=4, kv_heads=4, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
     sized("bias shared by heads", 500, 600, 128, bias=bias_of(1, 0, 1, 1, dtype=BF16), mask=columns_of),
     sized("bias shared by sequences", 1100, 2048, 128, heads=3, kv_heads=3, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
+    sized("bias shared by all", 300, 400, 72, batch=(3,), bias=bias_of(0, 0, 1, 1)),
     sized("bias loaded", 300, 333, 128, bias=bias_of(0, 1, 1, 1)),
     sized("bias loaded d64", 300, 333, bias=bias_of(1, 1, 1, 1), options={"window": (99, 40, "top_left")}),
     sized("bias blocks", 500, 600, 128, bias=bias_of(1, 1, 1, 1, dtype=BF16), mask=blocks_of(128, 128)),
@@ -117,6 +126,9 @@ TURNS = [
     "turns", "turns causal", "many tiles", "many tiles d64", "columns", "columns grouped", "columns window",
     "small blocks", "blocks", "dropout", "dropout grouped", "d 96 dv 40", "d256 everything",
     "bias d64", "bias d128", "bias columns", "pair bias", "bias loaded d64", "key bias d64", "key bias d128",
+    "bias softcap", "bias dropout", "bias shared by heads", "bias shared by sequences", "bias shared by all",
+    "bias loaded", "bias blocks", "bias d256", "key bias d256", "key bias softcap", "row bias", "few rows",
+    "few rows columns", "few rows bias",
 ]  # fmt: skip
 
 
@@ -191,6 +203,7 @@ SCORED = [
     sized("scored softcap", 300, 400, options={"softcap": 6.0}),
     sized("scored dropout", 300, 400, 128, options={"dropout_p": 0.25, "rng": 9}),
     sized("scored d256", 300, 400, 256),
+    sized("scored grouped", 700, 900, heads=8, kv_heads=2, mask=some_heads),
 ]
 
 
@@ -205,7 +218,7 @@ def test_scores(name, case):
         check(problem, score, results(problem, score, kernel="sm90"))
 
 
-@pytest.mark.parametrize("name", ["alibi", "relative_table", "gated"])
+@pytest.mark.parametrize("name", ["alibi", "relative_table", "gated", "pair_bias", "graph"])
 def test_scores_in_a_fixed_order(name):
     problem, score = named("turns"), scores.SCORES[name](named("turns").case)
     first = results(problem, score, True, "sm90")

@@ -8,6 +8,7 @@ from cuattn.cuda import source
 from cuattn.cuda.families import launch_sequence
 from cuattn.cuda.sm90.backward import Cut, unsupported_reason
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
+from cuattn.cuda.sm90.pairs import TILE, ring
 from cuattn.problem import Band
 from tests.cuda import scores
 from tests.cuda.cases import BF16, F16, Case, columns_of
@@ -96,15 +97,14 @@ SHAPES = {"whole": (2, 16, 4096, 4096), "heads": (1, 16, 4096, 4096), "keys": (2
     ("shape", "changes", "form"),
     [
         ("whole", {}, (False, True, Dbias.STORED)),
-        ("whole", {"dropout": 6554}, (False, True, Dbias.ADDED)),
-        ("whole", {"bias": FLOAT32}, (False, False, Dbias.ADDED)),
-        ("whole", {"out_dtype": FLOAT32, "deterministic": True}, (False, True, Dbias.ADDED)),
-        ("whole", {"softcap": 3.0}, (False, True, Dbias.ELSEWHERE)),
-        ("heads", {}, (False, True, Dbias.ADDED, True)),
-        ("heads", {"deterministic": True}, (False, True, Dbias.ELSEWHERE)),
+        ("whole", {"dropout": 6554}, (False, True)),
+        ("whole", {"bias": FLOAT32}, ()),
+        ("whole", {"out_dtype": FLOAT32, "deterministic": True}, (False, True)),
+        ("whole", {"softcap": 3.0}, (False, True)),
+        ("heads", {}, (False, True, Dbias.ELSEWHERE, True)),
         ("keys", {"deterministic": True}, (True, False, Dbias.OF_KEYS)),
         ("keys", {"kv_heads": 4}, (True, False, Dbias.OF_KEYS)),
-        ("rows", {}, (False, False, Dbias.ELSEWHERE)),
+        ("rows", {}, ()),
     ],
 )
 def test_how_a_bias_comes_and_its_gradient_leaves(shape, changes, form):
@@ -115,22 +115,21 @@ def test_how_a_bias_comes_and_its_gradient_leaves(shape, changes, form):
 def test_what_a_bias_asks_for():
     assert bias_form(problem(), None) == BiasForm()
     odd = problem(bias=BF16, n_keys=4095)
-    assert bias_form(odd, array((2, 16, 4096, 4095))) == BiasForm(gradient=Dbias.ADDED)
+    assert bias_form(odd, array((2, 16, 4096, 4095))) == BiasForm()
     heads = problem(bias=BF16, kv_heads=4)
     assert bias_form(heads, array((1, 16, 1, 4096))) == BiasForm(keys=True)
     wide = problem(64, 128, bias=BF16)
     assert not bias_form(wide, array(SHAPES["whole"])).tiles
     few = problem(bias=BF16, n_queries=256, n_keys=256)
     assert not bias_form(few, array((1, 16, 256, 256))).batches_first
-    shared = Cut(problem(bias=BF16), BiasForm(tiles=True, gradient=Dbias.ADDED, batches_first=True))
+    shared = Cut(problem(bias=BF16), BiasForm(tiles=True, batches_first=True))
     assert shared.split_delta and shared.keys.counts["section"] == 2
-    assert not Cut(problem(bias=BF16), BiasForm(tiles=True)).split_delta  # the pass takes delta whole
     assert Cut(problem(256, bias=BF16), BiasForm(True, gradient=Dbias.OF_KEYS)).bias == BiasForm(True)
 
 
 # What NVRTC 12 keeps in local memory of the warps that draw what dropout drops: one value, once per tile.
 DRAWER_BYTES = 8
-CROWDED_BYTES = 24  # of NVRTC 12 alone, where a column mask meets a softcap or a boolean mask in one kernel at d 128
+CROWDED_BYTES = 24  # of NVRTC 12 alone, where a column mask meets a boolean mask in one kernel at d 128
 
 VARIANTS = [
     problem(64),
@@ -163,8 +162,7 @@ VARIANTS = [
 
 KEYS = BiasForm(True, gradient=Dbias.OF_KEYS)
 TILES, LOADS = (
-    {form: BiasForm(tiles=tiles, gradient=form) for form in (Dbias.ELSEWHERE, Dbias.STORED, Dbias.ADDED)}
-    for tiles in (True, False)
+    {form: BiasForm(tiles=tiles, gradient=form) for form in (Dbias.ELSEWHERE, Dbias.STORED)} for tiles in (True, False)
 )
 BIASED = [
     (problem(64, bias=BF16), KEYS),
@@ -174,11 +172,13 @@ BIASED = [
     (problem(128, bias=BF16, dropout=6554, band=CAUSAL), KEYS),
     (problem(64, bias=BF16), TILES[Dbias.STORED]),
     (problem(128, bias=BF16, masks=("column",), deterministic=True), TILES[Dbias.STORED]),
-    (problem(128, bias=BF16, band=CAUSAL), TILES[Dbias.ADDED]),
-    (problem(64, bias=BF16, masks=("column",)), TILES[Dbias.ADDED]),
-    (problem(64, bias=FLOAT32), LOADS[Dbias.ADDED]),
+    (problem(128, bias=BF16, band=CAUSAL), TILES[Dbias.ELSEWHERE]),
+    (problem(64, bias=BF16, masks=("column",)), TILES[Dbias.ELSEWHERE]),
+    (problem(64, bias=FLOAT32), LOADS[Dbias.ELSEWHERE]),
     (problem(128, bias=FLOAT32, dropout=6554), LOADS[Dbias.ELSEWHERE]),
     (problem(256, bias=BF16, band=WINDOW), BiasForm(True)),
+    (problem(64, masks=("column",)), BiasForm(gradient=Dbias.DIAGONALS)),
+    (problem(128, masks=("column",), band=CAUSAL), BiasForm(gradient=Dbias.DIAGONALS)),
 ]
 
 
@@ -187,8 +187,6 @@ def kernels(p, form=NO_BIAS):
     cut = Cut(p, form)
     constants = cut.constants
     yield "sm90/bwd_bias.cu" if form.tiles else "sm90/bwd.cu", constants, cut.keys.shared_bytes, "bwd_layout"
-    if form.gradient == Dbias.ADDED:
-        yield "sm90/bwd_bias_convert.cu", constants, 0, ""
     if cut.fused:
         yield "sm90/bwd_convert.cu", constants, 0, ""
     else:
@@ -203,9 +201,29 @@ def test_spills(variant):
         (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
         known = 0
         if version().startswith("12."):
-            crowded = "column" in variant.masks and (variant.softcap is not None or "boolean" in variant.masks)
+            crowded = {"column", "boolean"} <= {*variant.masks}
             known = DRAWER_BYTES if variant.dropout else CROWDED_BYTES if crowded else 0
         assert used.stack <= known, (path, used)
+
+
+def test_passes_spills():
+    for variant, form, more in (
+        (problem(32, bias=BF16), TILES[Dbias.ELSEWHERE], {"split": True}),
+        (problem(64, bias=FLOAT32, softcap=3.0), LOADS[Dbias.ELSEWHERE], {}),
+        (problem(128, bias=BF16, masks=("column",)), TILES[Dbias.ELSEWHERE], {}),
+        (problem(128, bias=BF16, dropout=6554, band=CAUSAL), TILES[Dbias.ELSEWHERE], {}),
+        (problem(256, bias=BF16, masks=("block",)), BiasForm(True), {"sum_rows": True}),
+    ):
+        constants = Cut(variant, form).constants
+        own = TILE[0] * TILE[1] * variant.bias.itemsize
+        stages, shared_bytes = ring(variant, constants["split_delta"], own, H200.shared_bytes)
+        assert shared_bytes + own <= H200.shared_bytes
+        constants |= {"block_m": TILE[0], "block_n": TILE[1], "stages": stages, "split": False, "sum_rows": False}
+        constants |= {"sum_keys": False, "inputs": False, **more}
+        (used,) = kernel_resources("sm90/bwd_dbias.cu", tuple(constants.items()), ARCH).values()
+        assert used.stack == 0, (variant, used)
+        check = f'#include "sm90/bwd_pairs.cuh"\nstatic_assert(sm90::pairs::own_at == {shared_bytes});\n'
+        compiler.compile_log(source.prologue(constants) + source.flatten_text(check, "layout.cu"), ARCH)
 
 
 @pytest.mark.parametrize(("variant", "form"), BIASED)
@@ -221,6 +239,8 @@ SCORED = [
     ("relative_table", {"head_dim": 128}),
     ("gated", {}),
     ("row_temperature", {"head_dim": 256}),
+    ("graph", {"head_dim": 128, "mask": columns_of}),
+    ("pair_bias", {}),
 ]
 
 
@@ -231,10 +251,47 @@ def test_scores_spills(driver, name, changes):
     kernels = [kernel._found for kernel in launch_sequence(*call[:3])._kernels]
     by_main = "sm90/bwd_weights.cu" in [path for _, path, *_ in kernels]
     assert by_main == (name in ("alibi", "key_bias"))
+    assert ("sm90/bwd_score.cu" in [path for _, path, *_ in kernels]) == (name in ("row_temperature", "graph"))
     for _, path, _, constants, _, exact, traced in kernels:
         if exact:
             (used,) = kernel_resources(path, constants, ARCH, traced).values()
             assert used.stack == 0, (path, used)
+
+
+DROPPED = {"options": {"dropout_p": 0.25, "rng": 9}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "sums"),
+    [
+        ("alibi", {}, {}, "weights"),
+        ("key_bias", {"heads": 8}, {}, "weights"),
+        ("alibi", DROPPED, {}, "weights"),
+        ("head_temperature", {"head_dim": 128}, {}, "weights heads"),
+        ("head_temperature", {"heads": 8}, {}, "pass"),
+        ("row_temperature", {}, {}, "pass"),
+        ("relative_table", {}, {}, "diagonals"),
+        ("relative_table", {"heads": 8}, {"deterministic": True}, "diagonals"),
+        ("relative_table", {"n_queries": 30000, "n_keys": 30000}, {"deterministic": True}, "pass"),
+        ("relative_table", DROPPED, {}, "pass"),
+        ("relative_table", {"head_dim": 256}, {}, "pass"),
+        ("buckets", {}, {}, "diagonals"),
+        ("grid", {}, {}, "pass"),
+    ],
+)
+def test_who_sums_what_arrays_need(driver, name, changes, options, sums):
+    case = Case("summed", n_queries=400, n_keys=400)._replace(**changes)
+    call = scored(prepared(case, "backward", kernel="sm90", **options), scores.SCORES[name](case))
+    kernels = [kernel._found[1:4:2] for kernel in launch_sequence(*call[:3])._kernels]
+    paths = {path.rpartition("/")[2]: dict(constants) for path, constants in kernels}
+    found = {
+        "pass": "bwd_score.cu" in paths,
+        "weights": "bwd_weights.cu" in paths,
+        "heads": "bwd_convert_heads.cu" in paths,
+    }
+    main = paths.get("bwd_weights.cu", paths.get("bwd.cu"))
+    found["diagonals"] = main["dbias"] == Dbias.DIAGONALS
+    assert sums.split() == [what for what, holds in found.items() if holds]
 
 
 @pytest.mark.parametrize("dlse", [False, True])
@@ -253,7 +310,7 @@ def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
 
 
 def test_layout_agrees_with_the_kernel():
-    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::3]]:
+    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::3], *BIASED[-2:]]:
         for _, constants, smem_bytes, layout in kernels(variant, form):
             if layout:
                 space = "rows" if "rows" in layout else "bwd"

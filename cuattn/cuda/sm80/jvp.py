@@ -1,0 +1,173 @@
+"""The forward along tangents by the portable kernel, and what all kernels along tangents share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.cuda.arguments import layout_fields, pad, steps_of, tile_counts
+from cuattn.cuda.call import Call, Own
+from cuattn.cuda.constants import Constants, problem_constants
+from cuattn.cuda.params import TANGENTS
+from cuattn.cuda.sm80.forward import unsupported_reason
+from cuattn.io_model.sizes import cdiv
+from cuattn.plans import Plan
+from cuattn.problem import DTYPES, Problem
+
+_FLOAT64 = np.dtype(np.float64)
+_PADDING = {2: 32, 8: 16}  # columns, by bytes of an element: rows of a tile are multiples of this
+_COLUMNS = {2: 128, 8: 64}  # that a block sums at most: two sums of each are in registers
+_STATIC_BYTES = 2048  # of shared memory, about, beside the tiles
+
+
+class Tile(NamedTuple):
+    """Warps of a block, each of 16 rows of the owner; rows of the streamed side; tiles of that in flight."""
+
+    warps: int
+    streamed: int
+    stages: int
+
+
+_TILES = {
+    2: (Tile(4, 64, 2), Tile(4, 32, 2), Tile(4, 32, 1), Tile(2, 32, 1), Tile(2, 16, 1), Tile(1, 16, 1)),
+    8: (Tile(4, 16, 2), Tile(4, 16, 1), Tile(2, 16, 1), Tile(1, 16, 1)),
+}
+
+
+class Widths:
+    """What tiles are made of.
+
+    Attributes
+    ----------
+    arithmetic : numpy.dtype
+        Of tiles: float32 is computed in float64.
+    head_dim, head_dim_v : int
+        Padded.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._sums = 2 if problem.operation == "backward_jvp" else 1  # a gradient beside its tangent
+        self.arithmetic = problem.dtype if problem.row.products == "half" else _FLOAT64
+        self.size = self.arithmetic.itemsize
+        unit = _PADDING[self.size]
+        self.head_dim, self.head_dim_v = pad(problem.head_dim, unit), pad(problem.head_dim_v, unit)
+
+    def chunk(self, width: int) -> int:
+        """Return how many columns of so many one block sums."""
+        return pad(cdiv(width, cdiv(width, _COLUMNS[self.size] // self._sums)), _PADDING[self.size])
+
+    def whole(self, width: int) -> int:
+        """Return a width rounded up to whole parts that blocks sum."""
+        return pad(width, self.chunk(width))
+
+    def tile(self, of_owner: int, of_stream: int, available: int, most: int = 64) -> tuple[Tile, int] | None:
+        """Return a tile of at most so many streamed rows and its shared memory; None if there is none.
+
+        Given are the columns of all arrays of either side.
+        """
+        for tile in _TILES[self.size]:
+            owned, streamed = 16 * tile.warps * of_owner, tile.stages * tile.streamed * of_stream
+            shared = (owned + streamed) * self.size
+            if tile.streamed > most:
+                continue
+            if shared <= available - _STATIC_BYTES:
+                return tile, shared
+        return None
+
+
+class TangentCall(Call):
+    """What calls along tangents have in common."""
+
+    widths: Widths
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.widths = Widths(self.problem)
+
+    @property
+    def arithmetic(self) -> np.dtype:
+        """Of score functions."""
+        return np.dtype(np.float32) if self.widths.size == 2 else _FLOAT64
+
+    def has(self, *names: str) -> int:
+        """Return how many of the operands there are."""
+        return sum(name in self.operands for name in names)
+
+    def base_constants(self) -> Constants:
+        """Return what all kernels are told."""
+        problem, widths = self.problem, self.widths
+        arrays = [name for name in ("q", "k", "v", "tq", "tk", "tv", "do", "tdo") if self.has(name)]
+        return {
+            **problem_constants(problem),
+            "elem": DTYPES[widths.arithmetic].cuda,
+            "acc": "float" if widths.size == 2 else "double",
+            "source": problem.row.cuda,
+            "stat": DTYPES[problem.stat_dtype].cuda,
+            "bias_elem": DTYPES[problem.bias or problem.stat_dtype].cuda,
+            "head_dim": widths.head_dim,
+            "head_dim_v": widths.head_dim_v,
+            "load_bytes": max(self.load_bytes(*arrays), min(problem.dtype.itemsize, 8)),
+            "moves": problem.moves,
+            **{name: self.has(name) > 0 for name in ("tq", "tk", "tv", "tbias", "tdo")},
+        }
+
+    def tangents(self, names: Iterable[str], renamed: dict[str, str] | None = None) -> tuple[dict[str, Any], Own]:
+        """Return the fields of ``Tangents`` for arrays, and what takes their addresses."""
+        fields, slots, rank = {}, {}, len(self.problem.batch)
+        for name in names:
+            if name in self.arrays:
+                fields |= layout_fields(name, steps_of(self.arrays[name]), self.axes, rank)
+                slots[f"{name}.data"] = name
+        return fields, Own(TANGENTS, slots | (renamed or {}))
+
+
+class Jvp(TangentCall):
+    """One launch."""
+
+    def _tile(self) -> tuple[Tile, int, int] | None:
+        widths = self.widths
+        columns = widths.chunk(widths.head_dim_v)
+        of_stream = widths.head_dim * (1 + self.has("tk")) + columns * (1 + self.has("tv"))
+        of_owner, most = widths.head_dim * (1 + self.has("tq")), 64 if columns <= 64 else 32
+        found = widths.tile(of_owner, of_stream, self.device.shared_bytes, most)
+        return found and (*found, columns)
+
+    def unsupported_reason(self) -> str | None:
+        against = unsupported_reason(self.problem)
+        return against or (too_wide(self.problem) if self._tile() is None else None)
+
+    def prepare(self) -> Plan:
+        problem = self.problem
+        found = self._tile()
+        assert found is not None
+        tile, shared, columns = found
+        self.begin({}, arithmetic=self.arithmetic)
+        block = 16 * tile.warps, tile.streamed
+        constants = self.base_constants() | {
+            "block_m": block[0], "block_n": block[1], "warps": tile.warps, "stages": tile.stages, "columns": columns,
+        }  # fmt: skip
+        counts = tile_counts(problem, block)
+        fields, own = self.tangents(("tq", "tk", "tv", "tbias", "to", "tlse"))
+        if not self.operands["v"].size:  # it has no address, and copies of nothing must name one
+            self.slots["v.data"] = "k"
+            own.slots.update({"tv.data": "k"} if self.has("tv") else {})
+        grid = counts["row_tiles"] * problem.instances, cdiv(max(problem.head_dim_v, 1), columns)
+        if grid[0]:
+            launched = "sm80/jvp.cu", "attention_jvp", constants, grid, tile.warps, counts | fields, block
+            self.add(*launched, own=own, shared_bytes=shared)
+        return self.planned("sm80/jvp.cu", block, tile.warps, shared, constants, *notes(problem))
+
+
+def too_wide(problem: Problem) -> str:
+    """Say that no tile is narrow enough."""
+    return (
+        f"q has dtype {problem.dtype} and head dimensions {problem.head_dim}, {problem.head_dim_v}; no kernel along "
+        "tangents does that on this GPU"
+    )
+
+
+def notes(problem: Problem) -> list[str]:
+    """Return what is worth knowing of a plan."""
+    return ["float32 is computed in float64"] if problem.row.products == "split" else []

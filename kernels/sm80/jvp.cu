@@ -1,0 +1,176 @@
+// The forward along tangents: o, l, m, and the tangents of o and of lse, in one pass over the keys.
+//
+//   s. = scale (q. k + q k.) through softcap, function and bias,   lse. = sum P s.,   o. = sum P (s. - lse.) v + sum P v.
+//
+// Tangents of scores are taken relative to a centre, the row's mean over the tiles so far: where it moves, what was weighed relative to the old
+// one moves by as many times o.  Weights rounded to 16 bits then lose nothing where tangents are large and hardly differ along a row.
+//
+// Shared memory   q, q. [block_m][head_dim]   stages x { k, k. [block_n][head_dim]   v, v. [block_n][columns] }
+// Grid            row tiles * heads * batch, tiles fastest; parts of v's columns
+#include "sm80/tangent_tiles.cuh"
+
+constexpr int n_tiles = cfg::block_n / 8, v_tiles = cfg::columns / 8;
+constexpr int q_bytes = cfg::block_m * cfg::head_dim * int(sizeof(Elem)), k_bytes = cfg::block_n * cfg::head_dim * int(sizeof(Elem));
+constexpr int v_bytes = cfg::block_n * cfg::columns * int(sizeof(Elem));
+constexpr int k_at = 0, tk_at = k_bytes, v_at = tk_at + (cfg::tk ? k_bytes : 0), tv_at = v_at + v_bytes;
+constexpr int stage_bytes = tv_at + (cfg::tv ? v_bytes : 0);
+using Scores = Acc[1][n_tiles][4];
+using Sums = Acc[1][v_tiles][4];
+
+// What the block works on.
+struct Work : TracedHead {
+    MaskPlace mask;
+    i64 bias, tbias;
+    const Source *q, *tq, *k, *tk, *v, *tv;
+    i32 flat, row0, column0;
+    RandomStream stream;
+};
+
+__device__ __forceinline__ void locate(const TangentParams& p, Work& w) {
+    const i32 tile = p.row_tiles - 1 - static_cast<i32>(blockIdx.x) % p.row_tiles;
+    w.flat = blockIdx.x / p.row_tiles;
+    const i32 ib = w.flat / p.heads, head = w.flat % p.heads, kv_head = head / p.group;
+    const BatchIndex index = batch_index(p, ib);
+    static_cast<TracedHead&>(w) = TracedHead::of(p, ib, head);
+    const auto at = [&](const Operand& x, i32 h) { return static_cast<const Source*>(x.data) + slice_offset(x, index, h); };
+    w.column0 = blockIdx.y * cfg::columns;
+    w.q = at(p.q, head), w.k = at(p.k, kv_head), w.v = at(p.v, kv_head) + w.column0;
+    if constexpr (cfg::tq) w.tq = at(p.tq, head);
+    if constexpr (cfg::tk) w.tk = at(p.tk, kv_head);
+    if constexpr (cfg::tv) w.tv = at(p.tv, kv_head) + w.column0;
+    if constexpr (cfg::bias) w.bias = slice_offset(p.bias, index, head);
+    if constexpr (cfg::tbias) w.tbias = slice_offset(p.tbias, index, head);
+    w.mask.set(MaskSlices::of(p, index, head));
+    w.row0 = tile * cfg::block_m;
+    w.mask.rows = {w.row0, min(w.row0 + cfg::block_m, p.n_queries), tile};
+    w.mask.lowest = band_first(p, w.mask.rows) / cfg::block_n;
+    if constexpr (cfg::dropout != 0) w.stream = random_stream(p.dropout, ib, head);
+}
+
+// Keys that no row sees must not reach a product: they could hold NaN.
+__device__ __forceinline__ void load_keys(const TangentParams& p, const Work& w, Tile tile, u32 stage) {
+    const i32 first = tile.n() * cfg::block_n;
+    const auto live = [&](i32 row) {
+        const i32 key = first + row;
+        bool seen = key < p.n_keys && bias_shows(p, w.bias, key);
+        if constexpr (cfg::band_left || cfg::band_right) seen = seen && band_sees(p, key);
+        if constexpr (cfg::mask != kMaskNone) seen = seen && key_alive(p, w.mask.instance, key);
+        return seen;
+    };
+    const i32 columns = p.head_dim_v - w.column0;
+    load_rows<cfg::block_n, cfg::head_dim>(stage + k_at, w.k + first * p.k.row, p.k.row, p.head_dim, live);
+    load_rows<cfg::block_n, cfg::columns>(stage + v_at, w.v + first * p.v.row, p.v.row, columns, live);
+    if constexpr (cfg::tk) load_rows<cfg::block_n, cfg::head_dim>(stage + tk_at, w.tk + first * p.tk.row, p.tk.row, p.head_dim, live);
+    if constexpr (cfg::tv) load_rows<cfg::block_n, cfg::columns>(stage + tv_at, w.tv + first * p.tv.row, p.tv.row, columns, live);
+}
+
+// Running statistics of the two rows of a lane, and sums relative to them.
+struct RowSums {
+    Acc m[2] = {-infinity<Acc>(), -infinity<Acc>()}, l[2] = {0, 0}, centre[2] = {0, 0};
+    Sums o = {}, to = {};
+
+    // Makes weights of scores, and of their tangents weights relative to the centre.
+    __device__ __forceinline__ void update(Scores& s, Scores& t) {
+        const Log2Factor<Acc> to_log2 = Log2Factor<Acc>::of_e();
+        unroll<2>([&](int h) {
+            Acc top = m[h];
+            unroll<n_tiles, 2>([&](int n, int e) { top = max_of(top, s[0][n][2 * h + e]); });
+            top = max_of(top, __shfl_xor_sync(~0u, top, 1));
+            top = max_of(top, __shfl_xor_sync(~0u, top, 2));
+            const Acc shift = top == -infinity<Acc>() ? Acc(0) : top, shrink = exp2_term(m[h] - shift, to_log2);
+            Acc sum = 0, mean = 0;
+            unroll<n_tiles, 2>([&](int n, int e) {
+                Acc &x = s[0][n][2 * h + e], &y = t[0][n][2 * h + e];
+                x = exp2_term(x - shift, to_log2);
+                sum += x;
+                if constexpr (cfg::moves) y -= centre[h], mean += x * y;
+            });
+            m[h] = top, l[h] = l[h] * shrink + sum_of_row(sum);
+            Acc delta = 0;
+            if constexpr (cfg::moves) {
+                delta = l[h] == 0 ? Acc(0) : sum_of_row(mean) / l[h];
+                centre[h] += delta;
+                unroll<n_tiles, 2>([&](int n, int e) { t[0][n][2 * h + e] = s[0][n][2 * h + e] * (t[0][n][2 * h + e] - delta); });
+            }
+            unroll<v_tiles, 2>([&](int n, int e) {
+                Acc &x = o[0][n][2 * h + e], &y = to[0][n][2 * h + e];
+                x *= shrink;
+                y = cfg::moves ? fma_of(-delta, x, y * shrink) : y * shrink;
+            });
+        });
+    }
+};
+
+// One key tile; its copies have arrived.
+__device__ __forceinline__ void attend(const TangentParams& p, const Work& w, Tile tile, u32 q, u32 stage, RowSums& rows) {
+    const i32 first = tile.n() * cfg::block_n;
+    Scores s = {}, t = {};
+    add_scores<cfg::head_dim>(s, q, stage + k_at);
+    if constexpr (cfg::tq) add_scores<cfg::head_dim>(t, q + q_bytes, stage + k_at);
+    if constexpr (cfg::tk) add_scores<cfg::head_dim>(t, q, stage + tk_at);
+    for_elements<false, n_tiles>(p, w, w.row0, first, [&](int n, int i, i32 row, i32 key, const auto&... place) {
+        const MovedScore x = move_score(p, s[0][n][i], t[0][n][i], w.bias, w.tbias, row, key, static_cast<const TracedHead&>(w), place...);
+        s[0][n][i] = x.score;
+        t[0][n][i] = x.score == -infinity<Acc>() ? Acc(0) : x.tangent;
+    });
+    if (tile.partial()) for_hidden<false, n_tiles>(p, w.mask.slices(), w.row0, first, [&](int n, int i) { s[0][n][i] = -infinity<Acc>(), t[0][n][i] = 0; });
+    rows.update(s, t);
+    if constexpr (cfg::dropout != 0) for_dropped<false, n_tiles>(p, w.stream, w.row0, first, [&](int n, int i) { s[0][n][i] = t[0][n][i] = 0; });
+    add_values<cfg::columns>(rows.o, s, stage + v_at, 0);
+    if constexpr (cfg::moves) add_values<cfg::columns>(rows.to, t, stage + v_at, 0);
+    if constexpr (cfg::tv) add_values<cfg::columns>(rows.to, s, stage + tv_at, 0);
+}
+
+__device__ __forceinline__ void store(const TangentParams& p, const Work& w, RowSums& rows) {
+    const i64 first = i64(w.flat) * p.n_queries;
+    Acc inverse[2];
+    unroll<2>([&](int h) {
+        inverse[h] = rows.l[h] == 0 ? Acc(0) : Acc(cfg::dropout != 0 ? p.dropout_scale : 1.0) / rows.l[h];
+        const i32 row = w.row0 + static_cast<i32>(threadIdx.x) / 32 * 16 + threadIdx.x % 32 / 4 + 8 * h;
+        if (threadIdx.x % 4 || blockIdx.y || row >= p.n_queries) return;
+        const Stat m = static_cast<Stat>(rows.m[h]);
+        Acc l = rows.l[h];
+        if (!same_type<Stat, Acc> && l != 0) l *= exp2_term(rows.m[h] - Acc(m), Log2Factor<Acc>::of_e());  // as if m had been so all the time
+        static_cast<Stat*>(p.l.data)[first + row] = l;
+        static_cast<Stat*>(p.m.data)[first + row] = m;
+        static_cast<Stat*>(p.tlse.data)[first + row] = rows.l[h] == 0 ? Acc(0) : rows.centre[h];
+    });
+    const auto out = [&](const Operand& x) { return static_cast<cfg::out*>(x.data) + first * p.head_dim_v; };
+    store_sums(out(p.o), p.head_dim_v, p.n_queries, w.row0, w.column0, p.head_dim_v, rows.o, inverse[0], inverse[1]);
+    store_sums(out(p.to), p.head_dim_v, p.n_queries, w.row0, w.column0, p.head_dim_v, rows.to, inverse[0], inverse[1]);
+}
+
+extern "C" __global__ __launch_bounds__(threads) void attention_jvp(const __grid_constant__ TangentParams p) {
+    extern __shared__ __align__(128) u8 memory[];
+    const u32 q = ptx::shared_address(memory), stages = q + (cfg::tq ? 2 : 1) * q_bytes;
+    __shared__ Work w;
+    if (threadIdx.x == 0) locate(p, w);
+    __syncthreads();  // w is written
+    const auto live = [&](i32 row) { return w.row0 + row < p.n_queries; };
+    load_rows<cfg::block_m, cfg::head_dim>(q, w.q + w.row0 * p.q.row, p.q.row, p.head_dim, live);
+    if constexpr (cfg::tq) load_rows<cfg::block_m, cfg::head_dim>(q + q_bytes, w.tq + w.row0 * p.tq.row, p.tq.row, p.head_dim, live);
+    TileWalk walk(p, w.mask, p.key_tiles);
+    Tile tile = walk.next();
+    if (cfg::stages == 2 && tile.exists()) load_keys(p, w, tile, stages);
+    ptx::cp_async_commit();
+    RowSums rows;
+    for (u32 at = 0; tile.exists(); at = (at + 1) % cfg::stages) {
+        const Tile next = walk.next();
+        const u32 stage = stages + at * stage_bytes;
+        if constexpr (cfg::stages == 2) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // this tile has arrived, and everybody is done with the one before
+            if (next.exists()) load_keys(p, w, next, stages + (at ^ 1) * stage_bytes);
+            ptx::cp_async_commit();
+        } else {
+            __syncthreads();  // everybody is done with the tile before
+            load_keys(p, w, tile, stage);
+            ptx::cp_async_commit();
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // this tile has arrived
+        }
+        attend(p, w, tile, q, stage, rows);
+        tile = next;
+    }
+    store(p, w, rows);
+}

@@ -1,0 +1,73 @@
+"""What derivatives along tangents are compared with: the textbook's, and how far roundings move them."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from cuattn.reference.derivatives import differentiate
+from tests.tolerances import assert_close, eps
+
+JVP = ("o", "l", "m", "to", "tlse")
+GRADIENTS = ("dq", "dk", "dv", "dbias")
+TANGENTS = tuple(f"t{name}" for name in GRADIENTS)
+
+
+class Known:
+    """The exact results, the textbook's, and what moving the operands by a rounding does to the exact ones.
+
+    No algorithm in the sums' precision knows any number on the way to better than to a few roundings of it, nor scores
+    to better than as if q and k were moved by some.
+
+    Parameters
+    ----------
+    arrays : dict of str to ndarray
+        q, k, v, do and their tangents, bias and its.
+    options : dict
+        Of :func:`cuattn.reference.derivatives.differentiate`.
+    samples : int
+        How often the operands are moved.
+    """
+
+    def __init__(self, arrays, options, samples=3):
+        self.dtype = arrays["q"].dtype
+        self.exact, self.rough = (differentiate(**arrays, **options, low=low) for low in (None, self.dtype))
+        self.sums = eps(np.float64 if self.dtype == np.float64 else np.float32)
+        wide = np.longdouble if self.dtype == np.float64 else np.float64
+        self.moved = dict.fromkeys(self.exact._fields, 0.0)
+        rng = np.random.default_rng(0)
+
+        def moved(x, alike):
+            return x * (1 + 8 * self.sums * rng.choice((-1, 1), () if alike else np.shape(x)))
+
+        for sample in range(
+            samples
+        ):  # every second time all numbers of an array alike, as equal numbers' roundings are
+            noise = functools.partial(moved, alike=sample % 2 > 0)
+            near = {name: x if x is None else noise(x.astype(wide)) for name, x in arrays.items()}
+            other = differentiate(**near, **options, noise=noise)
+            for name, e, x in zip(self.exact._fields, self.exact, other, strict=True):
+                if e is not None and e.size:
+                    with np.errstate(invalid="ignore"):
+                        self.moved[name] = max(self.moved[name], float(np.nan_to_num(np.abs(e - x)).max()))
+
+    def check(self, names, results, dtype=None):
+        """Hold results to the rule."""
+        for name, actual in zip(names, results, strict=True):
+            exact, rough = getattr(self.exact, name), getattr(self.rough, name)
+            assert (actual is None) == (exact is None), name
+            if exact is not None:
+                low = self.dtype if name not in ("l", "m") else actual.dtype
+                low = max(low, actual.dtype, key=eps) if dtype is None else dtype
+                size = self.moved[name] / self.sums
+                assert_close(actual, exact, rough, dtype=low, magnitude=size, name=name)
+
+
+def tangents_of(arrays, names, seed=0):
+    """Return random tangents of those of some arrays whose names are given; None of the others."""
+    rng = np.random.default_rng(seed)
+    found = {
+        f"t{name}": None if x is None else rng.standard_normal(x.shape).astype(x.dtype) for name, x in arrays.items()
+    }
+    return {name: x if name[1:] in names else None for name, x in found.items()}

@@ -1,0 +1,351 @@
+"""Derivatives along tangents against the textbook; every body runs on NumPy and, on a GPU, on CuPy arrays."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuattn
+from cuattn.errors import ArgumentError, DtypeError, ShapeError
+from tests import oracle
+from tests.derivatives import GRADIENTS, JVP, TANGENTS, Known, tangents_of
+from tests.strategies import BFLOAT16, cases, normal
+from tests.test_api import dtypes, random
+from tests.tolerances import assert_close
+
+FLOAT64 = np.dtype(np.float64)
+OPERANDS = st.sets(st.sampled_from(("q", "k", "v", "bias", "do")))
+
+
+def unrounded(dtype):
+    return np.float64 if dtype == np.float64 else np.float32
+
+
+def run(xp, arrays, options, seed=None):
+    """Return the jvp and, of a backward_jvp, the gradients and their tangents, as NumPy arrays."""
+    put = {name: None if x is None else xp.put(x) for name, x in arrays.items()}
+    do, q, k, v = (put.pop(name) for name in ("do", "q", "k", "v"))
+    options = {name: xp.put(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    tdo = put.pop("tdo")
+    jvp = cuattn.jvp(q, k, v, **put, **options, rng=seed, out_dtype=unrounded(q.dtype))
+    pair = cuattn.backward_jvp(do, q, k, v, jvp, tdo=tdo, **put, **options)
+    found = [xp.get(x) for x in (*jvp[:3], *jvp[4:])]
+    return jvp, found, *([x if x is None else xp.get(x) for x in part] for part in pair)
+
+
+def arrays_of(case, names):
+    arrays = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, "bias": case.bias}
+    return arrays | tangents_of(arrays, names)
+
+
+@settings(max_examples=10)  # on a GPU each is compiled for its features; tests/cpu has more
+@given(case=cases(), names=OPERANDS)
+def test_results_match_the_textbook(xp, case, names):
+    arrays = arrays_of(case, names)
+    options = {name: x for name, x in case.options.items() if name != "rng"}
+    reference = {name: x for name, x in case.reference().items() if name != "bias"}
+    known = Known(arrays, reference)
+    jvp, found, gradients, tangents = run(xp, arrays, options, case.options.get("rng"))
+    assert jvp.rng_state == case.options.get("rng")
+    known.check(JVP, found)
+    known.check(GRADIENTS, gradients)
+    known.check(TANGENTS, tangents)
+    for some in (gradients, tangents):
+        for x, like in zip(some, (case.q, case.k, case.v, case.bias), strict=True):
+            assert x is None or (x.shape, x.dtype) == (like.shape, like.dtype)
+
+
+@settings(max_examples=5)
+@given(case=cases(), names=OPERANDS)
+def test_a_double_backward_is_the_gradient_along_tangents(xp, case, names):
+    arrays = arrays_of(case, names - {"do"})
+    options = {name: x for name, x in case.options.items() if name != "rng"}
+    known = Known(arrays, {name: x for name, x in case.reference().items() if name != "bias"})
+    put = {name: None if x is None else xp.put(x) for name, x in arrays.items()}
+    options = {name: xp.put(x) if isinstance(x, np.ndarray) else x for name, x in options.items()} | {
+        "bias": put["bias"]
+    }
+    args, given_ = [put[name] for name in ("do", "q", "k", "v")], [put[f"t{name}"] for name in "qkv"]
+    fwd = cuattn.forward(*args[1:], **options, rng=case.options.get("rng"))
+    double = cuattn.double_backward(*given_, *args, fwd, gdbias=put["tbias"], **options)
+    found = [x if x is None else xp.get(x) for x in double]
+    assert found[0].dtype == case.do.dtype
+    known.check(("to", *TANGENTS), found)
+
+
+@dtypes
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_accuracy(xp, dtype, is_causal):
+    """The plain rule, on a problem so large that no textbook is right by luck."""
+    q, k, v, do, tq, tk, tv, tdo = random(12, 8, 4, 520, 64, dtype=dtype)
+    arrays = {"q": q, "k": k, "v": v, "do": do, "tq": tq, "tk": tk, "tv": tv, "tdo": tdo}
+    visible = oracle.visible_band(520, 520, None, 0, 0) if is_causal else None
+    known = Known(arrays, {"visible": visible}, samples=0)
+    _, found, _, tangents = run(xp, arrays, {"is_causal": is_causal})
+    known.check(("o", "to", "tlse", *TANGENTS), [found[0], *found[3:], *tangents])
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["sharp rows", "constant along rows", "of q itself"])
+def test_tangents_that_cancel_keep_the_rule(xp, dtype, kind):
+    q, k, v, do, tq, tk, tv, tdo = random(13, 8, 1, 200, 32, dtype=dtype)
+    if kind == "sharp rows":
+        q = (q * 6).astype(dtype)
+    elif kind == "constant along rows":  # q.k has a part that is the same for all keys, and moves most
+        k[..., 0], tq[..., 0], tk[...] = 1, 100, 0
+    else:
+        tq, tk = q, k
+    arrays = {"q": q, "k": k, "v": v, "do": do, "tq": tq, "tk": tk, "tv": tv, "tdo": tdo}
+    known = Known(arrays, {})
+    _, found, *pair = run(xp, arrays, {})
+    known.check(("o", "to", "tlse"), [found[0], *found[3:]])
+    for names, some in zip((GRADIENTS, TANGENTS), pair, strict=True):
+        known.check(names, some)
+
+
+@settings(max_examples=10)
+@given(case=cases(plain=True, mask_kinds=("none",)), cut=st.floats(0, 1), seed=st.none() | st.integers(0, 9))
+def test_merged_jvps_of_shards_are_the_whole(xp, case, cut, seed):
+    """And the gradients of shards, with the merged jvp, add up; dropout is replayed from each part's place."""
+    n, m = case.k.shape[-2], int(case.k.shape[-2] * cut) // 16 * 16
+    arrays = arrays_of(case, ["q", "k", "v", "do"])
+    options = {"dropout_p": 0.0 if seed is None else 0.3}
+    shape = (*case.do.shape[:-1], n)
+    known = Known(arrays, oracle.dropped(seed, options["dropout_p"], shape))
+    wide, total, found, parts = unrounded(case.q.dtype), {}, [], []
+    for part in (slice(0, m), slice(m, n)):
+        put = {name: None if x is None else xp.put(x) for name, x in arrays.items() if "bias" not in name}
+        put |= {name: xp.put(np.ascontiguousarray(arrays[name][..., part, :])) for name in ("k", "v", "tk", "tv")}
+        do, tdo, args = put.pop("do"), put.pop("tdo"), [put.pop(name) for name in "qkv"]
+        options |= {"origin": cuattn.Origin(key=part.start), "out_dtype": wide}
+        parts.append((do, tdo, args, put, dict(options)))
+        found.append(cuattn.jvp(*args, **put, **options, rng=seed))
+    merged, other = cuattn.merge(*found), cuattn.merge(*found[::-1])
+    for a, b in zip(merged[4:], other[4:], strict=True):
+        np.testing.assert_array_equal(xp.get(a), xp.get(b))
+    known.check(JVP, [xp.get(x) for x in (*merged[:3], *merged[4:])], dtype=case.q.dtype)
+    for (do, tdo, args, put, given_), part in zip(parts, (slice(0, m), slice(m, n)), strict=True):
+        pair = cuattn.backward_jvp(do, *args, merged, tdo=tdo, **put, **given_)
+        for names, some in zip((GRADIENTS, TANGENTS), pair, strict=True):
+            for name, x in zip(names[:3], some, strict=False):
+                full = total.setdefault(name, np.zeros(getattr(known.exact, name).shape, wide))
+                full[(..., slice(None) if name.endswith("q") else part, slice(None))] += xp.get(x)
+    known.check(total, total.values(), dtype=case.q.dtype)
+
+
+def test_parts_of_several_pieces_are_the_whole(xp):
+    """Zigzag parts of a causal problem with dropout, a softcap and a score function."""
+    names = "q", "k", "v", "do", "tq", "tk", "tv", "tdo"
+    arrays = dict(zip(names, random(14, 8, 2, 128, 16, dtype=FLOAT64), strict=True))
+    weights, moved = (x[0] for x in random(15, 2, 1, 128, dtype=FLOAT64))
+    given_ = {"score_args": (xp.put(weights),), "tscore_args": (xp.put(moved),)}
+    options = {"dropout_p": 0.25, "is_causal": True, "softcap": 5.0, **given_}
+    options["score"] = lambda s, b, h, i, j, w: s * (1 + 0.1 * np.tanh(w[i] - w[j]))
+    pieces = ((0, 0), (32, 96)), 32
+    places = [np.r_[0:32, 96:128], np.r_[32:96]]
+
+    def operands(rows, keys):
+        taken = {name: xp.put(x[:, keys if name[-1] in "kv" else rows].copy()) for name, x in arrays.items()}
+        return [taken.pop(name) for name in ("do", "q", "k", "v", "tdo")], taken
+
+    def gradients(rows, keys, jvp, **origin):
+        (do, q, k, v, tdo), tangents = operands(rows, keys)
+        pair = cuattn.backward_jvp(do, q, k, v, jvp, tdo=tdo, **tangents, **options, **origin)
+        return [xp.get(x) for part in pair for x in (*part[:3], *part.dscore)]
+
+    def jvp_of(rows, keys, **origin):
+        (_, q, k, v, _), tangents = operands(rows, keys)
+        return cuattn.jvp(q, k, v, **tangents, **options, rng=7, **origin)
+
+    everything = np.arange(128)
+    whole = jvp_of(everything, everything)
+    wanted = gradients(everything, everything, whole)
+    total = [np.zeros_like(x) for x in wanted]
+    for row, rows in zip(pieces, places, strict=True):
+        origins = [cuattn.Origin(row=row, key=key) for key in pieces]
+        merged = cuattn.merge(*(jvp_of(rows, keys, origin=at) for at, keys in zip(origins, places, strict=True)))
+        for a, b in zip(merged[4:], whole[4:], strict=True):
+            np.testing.assert_allclose(xp.get(a), xp.get(b)[:, rows], atol=1e-13)
+        for at, keys in zip(origins, places, strict=True):
+            for n, x in enumerate(gradients(rows, keys, merged, origin=at)):
+                taken = [(slice(None), rows), (slice(None), keys), (slice(None), keys), ...][n % 4]
+                total[n][taken] += x
+    for x, y in zip(total, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)
+
+
+@dtypes
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("form", ["column", "dense", "bias"])
+def test_invisible_keys_and_empty_rows_never_leak(xp, dtype, poison, form):
+    n, used = 150, 96
+    visible = np.zeros((n, n), bool)
+    visible[:used, :used] = oracle.visible_band(used, used, None, 0, 0)
+    options = {
+        "column": {"mask": cuattn.ColumnMask.from_dense(visible)},
+        "dense": {"mask": visible},
+        "bias": {"bias": np.where(np.arange(n) < used, 0, -np.inf)[None].astype(dtype)},
+    }[form]
+    if form == "bias":
+        options["mask"] = (np.arange(n) < used)[:, None]
+    names = ["q", "k", "v", "do", "tq", "tk", "tv", "tdo"]
+    arrays = dict(zip(names, random(6, 8, 2, n, 32, dtype=dtype), strict=True))
+    outcomes = []
+    for value in (0, poison):
+        for x in arrays.values():
+            x[:, used:] = value
+        put = {name: x.copy() for name, x in arrays.items()}
+        _, found, *pair = run(xp, put, options)
+        outcomes.append([*found, *(x for part in pair for x in part[:3])])
+    for clean, poisoned in zip(*outcomes, strict=True):
+        np.testing.assert_array_equal(clean, poisoned)
+    for x in outcomes[0][3:]:
+        assert np.isfinite(x.astype(np.float32)).all() and not x[:, used:].any()
+
+
+def test_an_empty_problem_and_empty_rows_give_0(xp):
+    for nq, nk, dv in ((0, 5, 8), (5, 0, 8), (5, 4, 0)):
+        q, k, v, do = (xp.put(np.ones((2, *shape), np.float32)) for shape in ((nq, 4), (nk, 4), (nk, dv), (nq, dv)))
+        jvp = cuattn.jvp(q, k, v, tq=q, tk=k, tv=v)
+        pair = cuattn.backward_jvp(do, q, k, v, jvp, tq=q, tk=k, tv=v, tdo=do)
+        double = cuattn.double_backward(q, k, v, do, q, k, v, jvp)
+        if nk == 0:
+            assert not xp.get(jvp.to).any() and not xp.get(jvp.tlse).any()
+        assert [x.shape for x in (*pair[0][:3], *pair[1][:3], *double[1:4])] == 3 * [q.shape, k.shape, v.shape]
+
+
+@dtypes
+def test_same_seed_same_bits(xp, dtype):
+    q, k, v, do, tq, tk, tv = map(xp.put, random(4, 7, 2, 130, 32, dtype=dtype))
+    runs = []
+    for _ in range(2):
+        jvp = cuattn.jvp(q, k, v, tq=tq, tk=tk, tv=tv, dropout_p=0.2, rng=cuattn.RNGState(7, 1))
+        options = {"dropout_p": 0.2, "deterministic": True}
+        pair = cuattn.backward_jvp(do, q, k, v, jvp, tq=tq, tk=tk, tv=tv, **options)
+        double = cuattn.double_backward(tq, tk, tv, do, q, k, v, jvp, **options)
+        runs.append([*jvp[:3], *jvp[4:], *pair[0][:3], *pair[1][:3], *double[:4]])
+    for a, b in zip(*runs, strict=True):
+        np.testing.assert_array_equal(xp.get(a), xp.get(b))
+
+
+def test_a_jvp_serves_as_a_forward(xp):
+    q, k, v, do = map(xp.put, random(5, 4, 2, 40, 16))
+    jvp, fwd = cuattn.jvp(q, k, v, tv=v), cuattn.forward(q, k, v)
+    for a, b in zip(cuattn.backward(do, q, k, v, jvp)[:3], cuattn.backward(do, q, k, v, fwd)[:3], strict=True):
+        np.testing.assert_allclose(xp.get(a), xp.get(b), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(xp.get(jvp.lse), xp.get(fwd.lse), rtol=1e-6)
+    with pytest.raises(DtypeError, match="a Jvp and a Forward"):
+        cuattn.merge(jvp, fwd)
+
+
+def test_dlse_is_a_constant_of_the_backward(xp):
+    q, k, v, do, tq = random(6, 5, 2, 40, 16, dtype=np.dtype(np.float64))
+    dlse = random(7, 1, 2, 40, dtype=np.dtype(np.float64))[0]
+    arrays = {"q": q, "k": k, "v": v, "do": do, "tq": tq}
+    known = Known(arrays, {"dlse": dlse})
+    *args, t = (xp.put(x) for x in (do, q, k, v, tq))
+    jvp = cuattn.jvp(*args[1:], tq=t)
+    for names, some in zip(
+        (GRADIENTS, TANGENTS), cuattn.backward_jvp(*args, jvp, tq=t, dlse=xp.put(dlse)), strict=True
+    ):
+        known.check(names[:3], [xp.get(x) for x in some[:3]])
+    double = cuattn.double_backward(t, None, None, *args, jvp, dlse=xp.put(dlse))
+    np.testing.assert_array_equal(xp.get(double.ddlse), xp.get(jvp.tlse))
+    known.check(("to", *TANGENTS[:3]), [xp.get(x) for x in double[:4]])
+
+
+def test_out_is_filled(xp):
+    q, k, v, do = map(xp.put, random(8, 4, 2, 40, 16))
+    out = tuple(x * 0 for x in (do, do[..., 0], do[..., 0], do, do[..., 0]))
+    jvp = cuattn.jvp(q, k, v, tq=q, out=out)
+    assert all(a is b for a, b in zip((*jvp[:3], *jvp[4:]), out, strict=True))
+    wanted = cuattn.backward_jvp(do, q, k, v, jvp, tq=q, deterministic=True)
+    tangents = tuple(x * 0 for x in (q, k, v))
+    _, found = cuattn.backward_jvp(do, q, k, v, jvp, tq=q, deterministic=True, out=(None, tangents))
+    assert found.dk is tangents[1]
+    np.testing.assert_array_equal(xp.get(found.dq), xp.get(wanted[1].dq))
+    ddo = do * 0
+    assert cuattn.double_backward(q, None, None, do, q, k, v, jvp, out=(ddo, None, None, None)).ddo is ddo
+    np.testing.assert_allclose(xp.get(ddo), xp.get(jvp.to), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("bends", [False, True])
+def test_score_functions(xp, dtype, bends):
+    """Against the CPU in float64, which tests/cpu compares with differences."""
+    n, heads = 150, 2
+    arrays = dict(zip(("q", "k", "v", "do", "tq", "tk", "tv", "tdo"), random(9, 8, heads, n, 16), strict=True))
+    args = [x.reshape(shape) for x, shape in zip(random(10, 4, heads, n), ((heads, n),) * 4, strict=True)]
+
+    def score(s, b, h, i, j, rows, table):
+        t = table[h, np.clip(i - j, -40, 40) + 40]
+        return s * (1 + 0.5 * np.tanh(rows[h, i])) + t * t if bends else s + rows[h, i] * 0.5 + t
+
+    def results(put, dtype):
+        a = {name: put(x.astype(dtype)) for name, x in arrays.items()}
+        do, q, k, v, tdo = (a.pop(name) for name in ("do", "q", "k", "v", "tdo"))
+        given_, tangents = [tuple(put(x.astype(dtype)) for x in pair) for pair in (args[:2], args[2:])]
+        options = {"score": score, "score_args": given_, "softcap": 6.0 if bends else None}
+        jvp = cuattn.jvp(q, k, v, **a, tscore_args=tangents, **options, out_dtype=unrounded(q.dtype))
+        pair = cuattn.backward_jvp(do, q, k, v, jvp, tdo=tdo, **a, tscore_args=tangents, **options)
+        return [jvp.o, jvp.to, jvp.tlse, *(x for part in pair for x in (*part[:3], *part.dscore))]
+
+    exact = results(lambda x: x, np.float64)
+    rough = results(lambda x: x, dtype)
+    for e, r, x in zip(exact, rough, map(xp.get, results(xp.put, dtype)), strict=True):
+        size = 64 * float(np.abs(e).max())
+        assert_close(x, e, r, dtype=x.dtype, magnitude=size)
+
+
+ERRORS = [
+    (lambda x, j: cuattn.jvp(x, x, x, tq=x[:3]), ShapeError, r"tq has shape \(3, 4\)"),
+    (lambda x, j: cuattn.jvp(x, x, x, tk=x.astype(np.float64)), DtypeError, "tk has dtype float64"),
+    (lambda x, j: cuattn.jvp(x, x, x, tbias=x), ArgumentError, "tbias is given but bias is None"),
+    (lambda x, j: cuattn.jvp(x, x, x, tscore_args=(x,)), ArgumentError, "tscore_args is given but score is None"),
+    (lambda x, j: cuattn.backward_jvp(x, x, x, x, j[:4]), DtypeError, "jvp is tuple; expected a Jvp"),
+    (lambda x, j: cuattn.backward_jvp(x, x, x, x, j._replace(to=x[:3])), ShapeError, r"jvp\.to has shape"),
+    (lambda x, j: cuattn.backward_jvp(x, x, x, x, j, tdo=x[:2]), ShapeError, r"tdo has shape \(2, 4\)"),
+    (lambda x, j: cuattn.backward_jvp(x, x, x, x, j, dropout_p=0.5), ArgumentError, r"jvp\.rng_state is None"),
+    (lambda x, j: cuattn.double_backward(x[:1], None, None, x, x, x, x, j), ShapeError, r"gdq has shape \(1, 4\)"),
+    (lambda x, j: cuattn.double_backward(x, x, x, x, x, x, x, j, gdbias=x), ArgumentError, "gdbias is given"),
+    (lambda x, j: cuattn.double_backward(x, x, x, x, x, x, x, j, dropout_p=0.5), ArgumentError, "fwd.rng_state is"),
+    (lambda x, j: cuattn.double_backward(x, x, x, x, x, x, x, x), DtypeError, "fwd is ndarray; expected a Forward"),
+    (lambda x, j: cuattn.backward_jvp(x, x, x, x, j, out=(x, x)), ArgumentError, "out is .*; expected two tuples"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS, ids=[message for *_, message in ERRORS])
+def test_errors_name_the_argument(call, error, message):
+    x = np.ones((8, 4), np.float32)
+    with pytest.raises(error, match=message):
+        call(x, cuattn.jvp(x, x, x, tq=x))
+
+
+SCORED = [
+    ({"tscore_args": (1, 2)}, "tscore_args has 2 items; expected a tuple of 3"),
+    ({"tscore_args": (None, np.ones(8), None)}, r"tscore_args\[1\] is given but score_args\[1\] is no array of floats"),
+    ({"tscore_args": (np.ones(3), None, None)}, r"tscore_args\[0\] has shape \(3,\)"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), SCORED, ids=[message for _, message in SCORED])
+def test_tangents_of_score_arguments_are_checked(options, message):
+    x = np.ones((8, 4))
+    args = np.ones(8), np.arange(8), 2.0
+    with pytest.raises((ArgumentError, ShapeError), match=message):
+        cuattn.jvp(x, x, x, score=lambda s, b, h, i, j, a, n, c: s + a[i] * n[j] * c, score_args=args, **options)
+
+
+@pytest.mark.parametrize("direction", ["jvp", "backward_jvp", "double_backward"])
+def test_plans(xp, direction):
+    q = xp.put(normal(np.random.default_rng(0), (2, 40, 16), BFLOAT16))
+    found = cuattn.plan(q, q, q, direction=direction)
+    assert found.direction == direction and direction in str(found)
+
+
+def test_memory_is_linear(xp):
+    """The workspace of 16 times as many scores is at most about four times as large."""
+    x = [xp.put(np.ones((1, n, 64), np.float32)) for n in (4096, 16384)]
+    for direction in ("jvp", "backward_jvp", "double_backward"):
+        small, large = (cuattn.plan(q, q, q, direction=direction).workspace_bytes for q in x)
+        assert large <= 5 * small + 2**20, direction
