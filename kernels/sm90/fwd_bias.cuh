@@ -153,6 +153,16 @@ __device__ __forceinline__ void add_parts(Scores& s, u32 halves, u32 parts) {
     ptx::wgmma_commit();
 }
 
+// Hides the scores of keys whose bias does, whatever their products are; parts: of the tile's keys.
+__device__ __forceinline__ void hide_scores(Scores& s, u32 parts) {
+    const u32 own = parts + 2 * part_bytes * (place_of_thread() % 4);
+    unroll<cfg::block_n / 8, 2>([&](int block, int e) {
+        u32 leading;
+        ptx::load_shared(leading, own + part_bytes * (8 * block + e));
+        unroll<2>([&](int r) { s[4 * block + 2 * r + e] = BiasParts::hides(leading) ? minus_infinity() : s[4 * block + 2 * r + e]; });
+    });
+}
+
 // A score with its bias, as finish_score makes it.
 __device__ __forceinline__ float add_bias(const Params& p, float product, float bias) {
     if constexpr (cfg::softcap) return sum_of(cap_score(p, product), bias);

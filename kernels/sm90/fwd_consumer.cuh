@@ -35,7 +35,7 @@ struct NotAgreed {
     __device__ __forceinline__ bool biased() const { return false; }
 };
 
-struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
+struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     const Params& p;
     const ptx::TensorMap& o_map;
     const Shared shared;
@@ -74,7 +74,7 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
     __device__ __forceinline__ void look_for_keys(int block) {
         constexpr int when = proceeds_early ? middle / 2 : value_steps / 2;
         if (block == when) arrived = ptx::mbarrier_passed(shared.barrier(k_full + k.stage), k.phase);
-        if (later_tiles_vary && block == when + 1 && arrived) next = told();
+        if (later_tiles_vary && block == when + 1 && arrived) next = shared.code(k.stage);
     }
 
     __device__ __forceinline__ i32 first_tile() const { return cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
@@ -87,27 +87,20 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
         return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == last_tile() ? KeyTile::last_bit : 0));
     }
 
-    // What came with the next keys, in one lane or in all.
-    __device__ __forceinline__ KeyTile told() const {
-        if (told_once && threadIdx.x % 32 != 0) return {};
-        return shared.code(k.stage);
-    }
-
     template <bool first = false>
     __device__ __forceinline__ void await_keys() {
         if constexpr (later_tiles_vary) tile = next;
         if (!__all_sync(~0u, arrived)) {
             ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
-            if constexpr (later_tiles_vary) tile = told();
+            if constexpr (later_tiles_vary) tile = shared.code(k.stage);
         }
         if constexpr (!later_tiles_vary) tile = count_down(first);
         arrived = false;
-        if constexpr (told_once) tile.code = __shfl_sync(~0u, tile.code, 0);
         agree_on(tile);
         seen = !later_tiles_vary || ordinary() || !uniform(tile.hidden(warpgroup));
     }
 
-    __device__ __forceinline__ bool is_cut() const { return !ordinary() && uniform(tile.partial(warpgroup) || tile.hides()); }
+    __device__ __forceinline__ bool is_cut() const { return !ordinary() && uniform(tile.partial(warpgroup) || (told_bias && tile.hides())); }
 
     // Waits for the next row tile's queries and first keys; false when there is no further row tile.
     __device__ __forceinline__ bool await_row() {
@@ -123,9 +116,7 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
     template <class Beside>
     __device__ __forceinline__ void issue_scores(const Beside& beside) {
         compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
-        if constexpr (cfg::split_bias)
-            if (biased()) add_parts(s, shared.halves(), shared.key_bias(k.stage));
-        if constexpr (cfg::split_score) add_parts(s, shared.halves(), shared.key_bias(k.stage));
+        if (splits && (!told_bias || biased())) add_parts(s, shared.halves(), shared.key_bias(k.stage));
     }
 
     // Line 15; the sum is divided by l at the row's end.
@@ -141,7 +132,7 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
 #pragma unroll
         for (int phase = 0; phase < search_phases; ++phase) {
             if (phase * steps / search_phases != step) continue;
-            if (cfg::split_bias && !uniform(tile.partial(warpgroup)))
+            if (told_bias && !uniform(tile.partial(warpgroup)))
                 visible[0] = visible[1] = ~0u;
             else if (function_mask && phase + 1 == search_phases)
                 ask_function(visible, p, work, row(), tile.n());
@@ -151,19 +142,21 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
                 find_in_table(visible, phase, p, {shared.cols(k.stage), shared.bits(k.stage, warpgroup)}, work, work.row + 64 * warpgroup,
                               tile.n());
         }
-        if (cfg::split_bias && step + 1 == steps && uniform(tile.hides())) hide_keys(visible, shared.key_bias(k.stage));
+        if (told_bias && step + 1 == steps && uniform(tile.hides())) hide_keys(visible, shared.key_bias(k.stage));
     }
 
     // What a score function asks about the thread's rows, and what the bias adds to the tile's scores: read while products are issued.
     struct Completion {
         AskedRows asked;
         Bias<bias_form> bias;
+        KeyTile counted;  // as it came; in one lane
     };
     __device__ __forceinline__ void prepare(Completion& with, int step) {
         if constexpr (cfg::split_score) {
             if (cfg::row_offsets && step == 0) find_offsets();
         } else if constexpr (cfg::score) with.asked.ask(step, score_steps, p, work, row(), first_key());
         if constexpr (bias_ahead) read_bias(with, step, score_steps);
+        if (cfg::split_bias && !told_bias && step == 0) with.counted = threadIdx.x % 32 == 0 ? shared.code(k.stage) : KeyTile{0};
     }
     __device__ __forceinline__ void find_offsets() {
         const Work& at = shared.work(q.stage);  // of registers there are few
@@ -194,6 +187,8 @@ struct Consumer : Either<cfg::split_bias, Agreed, NotAgreed>::type {
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
     __device__ __forceinline__ void finish_scores(Completion& with) {
         ptx::wgmma_pin(s);
+        if constexpr (cfg::split_bias && !told_bias)
+            if (uniform(with.counted.hides())) hide_scores(s, shared.key_bias(k.stage));
         if constexpr (bias_late) {
             read_bias(with, 0, 1);
             complete(with);

@@ -19,9 +19,9 @@ constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, m
 // Short rows of three warpgroups do best with the plainest steps.
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 // Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
-constexpr bool later_tiles_vary = !unmasked || plain || cfg::split_bias;
-constexpr bool told_once = cfg::split_bias && unmasked;  // one lane tells the others what came with the keys
-constexpr bool keys_are_read = !told_once && (later_tiles_vary || cfg::bias_tiles || cfg::bias_keys);  // by all threads, in what comes with them
+constexpr bool later_tiles_vary = !unmasked || plain;
+constexpr bool told_bias = cfg::split_bias && later_tiles_vary;  // with tiles comes what their bias asks for; else products always add it
+constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || (cfg::bias_keys && !cfg::split_bias);  // by all threads, in what comes with them
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;

@@ -156,19 +156,19 @@ struct Planner {
     }
 
     // Narrows a range of key tiles by what the bias hides of its ends: padding costs nothing.
-    __device__ __forceinline__ void trim(const Work& work, i32& lowest, i32& top) const {
+    __device__ __forceinline__ void trim(const Work& work, i32& lowest, i32& top, float least) const {
         const i64 offset = slice_of(p.bias, work.batch, work.head);
         u32 some = 0;
         for (; top >= lowest; top -= 32) {
             const i32 n = top - static_cast<i32>(lane);
-            some = __ballot_sync(~0u, n >= lowest && shows(offset, n));
+            some = __ballot_sync(~0u, n >= lowest && shows(offset, n, least));
             if (some != 0) break;
         }
         if (some == 0) return;
         top -= __ffs(some) - 1;
         for (;; lowest += 32) {
             const i32 n = lowest + static_cast<i32>(lane);
-            some = __ballot_sync(~0u, n <= top && shows(offset, n));
+            some = __ballot_sync(~0u, n <= top && shows(offset, n, least));
             if (some != 0) break;
         }
         lowest += __ffs(some) - 1;
@@ -182,17 +182,16 @@ struct Planner {
         i32 lowest = band_first(p, rows) / cfg::block_n;
         i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
         float least = 0.0f;
-        if constexpr (cfg::split_bias) {
-            least = least_bias(slice_of(p.bias, work.batch, work.head), lowest, top);
-        } else if constexpr (cfg::bias_keys) {
-            trim(work, lowest, top);
+        if constexpr (cfg::split_bias) least = least_bias(slice_of(p.bias, work.batch, work.head), lowest, top);
+        if constexpr (cfg::bias_keys && !told_bias) {
+            trim(work, lowest, top, cfg::split_bias ? least : minus_infinity());
             if (!later_tiles_vary && top >= lowest) lowest = min(lowest, 127), work.instance = top | lowest << 24;
         }
         KeyTile held = KeyTile::none();
         bool first = true, some = false;
         for (i32 group = top; group >= lowest; group -= 32) {
             const i32 n = group - static_cast<i32>(lane);
-            const bool noticed = n >= lowest && (!cfg::split_bias || shows(slice_of(p.bias, work.batch, work.head), n, least));
+            const bool noticed = n >= lowest && (!told_bias || shows(slice_of(p.bias, work.batch, work.head), n, least));
             const KeyTile tile = noticed ? classify(p, work, blocks, n) : KeyTile::none();
             if (!__any_sync(~0u, tile.exists())) continue;
             if (some) {

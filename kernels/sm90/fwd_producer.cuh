@@ -88,25 +88,31 @@ struct Producer {
         return {p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane};
     }
 
-    // A tile's keys and the values of the tile before.  What tensor cores add to the keys comes behind both copies, which it would hold up.
+    // A tile's keys and the values of the tile before.  What tensor cores add to the keys is asked for before both copies, and stored behind them.
     __device__ __forceinline__ void load(Source& from, const Source& before) {
         if constexpr (cfg::split_bias) {
             const LoadedKeyBias bias = load_bias(from);
             issue_keys(from);
-            if (before.tile.exists()) load_values(before);
+            if (!told_bias && before.tile.exists()) load_values(before);
             from.tile.code |= store_bias(p, bias, shared.key_bias(k.stage), lane);
             if (lane == 0) shared.code(k.stage) = from.tile;
+            finish_keys();
+            if (told_bias && before.tile.exists()) load_values(before);
         } else if constexpr (cfg::split_score) {
+            const i32 key = from.tile.n() * cfg::block_n + ptx::opaque(static_cast<i32>(lane));
+            const SplitScore score(p, from.bias.batch, from.bias.query_head, from.tile.n() * cfg::block_n);
+            float x[(cfg::block_n + 31) / 32];
+            unroll<(cfg::block_n + 31) / 32>([&](int i) { x[i] = score.of_key(key + 32 * i); });
             issue_keys(from);
             if (before.tile.exists()) load_values(before);
-            const i32 key = from.tile.n() * cfg::block_n;
-            const SplitScore score(p, from.bias.batch, from.bias.query_head, key);
-            store_parts(shared.key_bias(k.stage), lane, [&](int i) { return score.of_key(key + 32 * i + static_cast<i32>(lane)); });
+            store_parts(shared.key_bias(k.stage), lane, [&](int i) { return x[i]; });
+            finish_keys();
         } else {
             load_keys(from);
             if (before.tile.exists()) load_values(before);
-            return;
         }
+    }
+    __device__ __forceinline__ void finish_keys() {
         ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         k.advance();
     }

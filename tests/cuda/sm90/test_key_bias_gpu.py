@@ -76,10 +76,11 @@ def test_sizes(head_dim, size):
         problem.check(problem.backward("sm90", deterministic=True))
 
 
-STEEP = np.array([-9, 7, 300, 0], np.float32)
 LINEAR = {
     "gentle": Score(lambda s, b, h, i, j, slope: s + slope[h] * (j - i), (0.1 * np.arange(-1, 3, dtype=np.float32),)),
-    "steep": Score(lambda s, b, h, i, j: s + STEEP[h] * (j - i)),  # rows are far
+    "steep": Score(
+        lambda s, b, h, i, j, slope: s + slope[h] * (j - i), (np.array([-9, 7, 300, 0], np.int32),)
+    ),  # far rows
     "sum": Score(lambda s, b, h, i, j: s + (0.03 * j - i / 17 + h - b)),
     "keys": Score(lambda s, b, h, i, j, x: s + x[b, j], (np.random.default_rng(2).normal(size=(2, 700)).astype("f"),)),
     "rows": Score(lambda s, b, h, i, j, x: s - x * i, (0.5,)),
