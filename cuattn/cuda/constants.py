@@ -35,6 +35,9 @@ name                    type     meaning
 ``bias``                bool     a bias is added
 ``bias_tiles``          bool     sm90: the copy engine brings it, in tiles
 ``bias_keys``           bool     sm90: it is broadcast along rows
+``split_bias``          bool     sm90: such a one is kept in parts, for tensor cores to add
+``split_score``         bool     sm90: so is what a function adds to keys, the same in all rows
+``row_offsets``         bool     sm90: beside that it adds something to each row of a tile
 ``bias_shared``         bool     sm90 forward: batches that share it are worked on side by side
 ``bias_rows``           bool     sm90 forward: it is broadcast along keys
 ``batches_first``       bool     sm90 backward: sequences are worked on side by side

@@ -16,7 +16,17 @@ Graphs that compute the same are one object, so that what is made of them is kep
 from cuattn.tracing.bound import ANY_LENGTH, Bound, Facts, Frozen, facts, joined
 from cuattn.tracing.cuda import Source, source
 from cuattn.tracing.cuda_tiles import tile_source
-from cuattn.tracing.derivatives import Weight, addend, along, derivative, is_linear, row_step, split_visible, weights
+from cuattn.tracing.derivatives import (
+    Weight,
+    addend,
+    along,
+    derivative,
+    is_affine,
+    is_linear,
+    row_step,
+    split_visible,
+    weights,
+)
 from cuattn.tracing.functions import MASK, SCORE, Traced, recall, signed, trace
 from cuattn.tracing.graph import B, H, I, J, Node, S
 from cuattn.tracing.recognition import columns
@@ -48,6 +58,7 @@ __all__ = [
     "evaluate",
     "facts",
     "host_value",
+    "is_affine",
     "is_linear",
     "joined",
     "recall",

@@ -17,6 +17,7 @@ from cuattn.tracing.operations import COMPARISONS, TABLE
 from cuattn.tracing.proxy import Proxy, as_node
 
 _ZERO, _ONE = constant(0.0), constant(1.0)
+_AFFINE = {"add", "subtract", "negative", "to_float"}
 _LINEAR = {"multiply": ([0], [1]), "true_divide": ([0],), "select": ([1], [2], [1, 2])}  # in which of their operands
 
 
@@ -251,6 +252,29 @@ def is_linear(root: Node) -> bool:
         if with_s and node.op not in ("add", "subtract", "negative") and with_s not in _LINEAR.get(node.op, ()):
             return False
     return True
+
+
+@functools.lru_cache(maxsize=1024)
+def is_affine(x: Node) -> bool:
+    """Return whether a graph is a sum of a multiple of i, one of j, and what depends on neither.
+
+    Examples
+    --------
+    >>> from cuattn.tracing.functions import trace
+    >>> is_affine(addend(trace(lambda s, b, h, i, j: s + (j - i) / (h + 1)).root))
+    True
+    >>> is_affine(addend(trace(lambda s, b, h, i, j: s - abs(i - j)).root))
+    False
+    """
+    by_place = [arg for arg in x.args if arg.depends & (I | J)]
+    if not by_place:
+        return x.op == "variable" or not x.depends & (I | J)
+    kept = (
+        x.op in _AFFINE
+        or (x.op == "multiply" and len(by_place) == 1)
+        or (x.op == "true_divide" and by_place == [x.args[0]])
+    )
+    return kept and all(map(is_affine, by_place))
 
 
 @functools.lru_cache(maxsize=1024)

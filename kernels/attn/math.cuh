@@ -59,6 +59,12 @@ __device__ __forceinline__ double sum_of(double a, double b) { return __dadd_rn(
 __device__ __forceinline__ float rounded_difference(float a, float b) { return __fadd_rn(a, -b); }
 __device__ __forceinline__ double rounded_difference(double a, double b) { return __dadd_rn(a, -b); }
 
+// What remains of x behind its eight leading bits; of infinity and NaN nothing.
+__device__ __forceinline__ float rest_of(float x) {
+    const float rest = x - __uint_as_float(__float_as_uint(x) & 0xFFFF0000u);
+    return rest == rest ? rest : 0.f;
+}
+
 // Factor from scores to exponents of 2, as a sum of two numbers: rounded to one, its error would be common to all terms of a row.
 // Both are positive, so that -inf stays -inf.
 template <class Acc>

@@ -33,6 +33,7 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 PTX_SHARED(u32, "b32", "r")
 PTX_SHARED(float, "f32", "f")
 PTX_SHARED(double, "f64", "d")
+PTX_SHARED_V2(u32, uint2, "b32", "r")
 PTX_SHARED_V2(float, float2, "f32", "f")
 PTX_SHARED_V2(double, double2, "f64", "d")
 PTX_LOAD_V4(float4, "f32", "f")

@@ -36,6 +36,12 @@ __device__ __forceinline__ u64 wgmma_descriptor(u32 address, u32 leading, u32 st
            ((address & 0x3FFFF) >> 4);
 }
 
+// Descriptor of a tile whose rows have 16 bytes, one after the other: eight columns.  The next eight lie `leading` bytes further, the next eight
+// rows `stride` bytes.
+__device__ __forceinline__ u64 wgmma_descriptor_of_units(u32 address, u32 leading, u32 stride) {
+    return (static_cast<u64>(stride >> 4) << 32) | (static_cast<u64>(leading >> 4) << 16) | ((address & 0x3FFFF) >> 4);
+}
+
 // Product<n>::ss / rs<bfloat16, sign, transpose>: d (+)= sign * a @ b, `accumulate` = 0 overwrites d.  `transpose`: b lies
 // along the result's columns in memory.
 template <int n>

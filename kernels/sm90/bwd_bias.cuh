@@ -1,14 +1,25 @@
 // How a bias and a score function join the scores of a warpgroup's part of a tile.
 //
-// A bias is two numbers of a thread, for its keys (cfg::bias_keys); or it arrives by the copy engine in the buffer that dS will take, each
+// A bias is two numbers of a thread, for its keys (cfg::bias_keys), or what tensor cores add (sm90/split_bias.cuh), as of a function; or it arrives by the copy engine in the buffer that dS will take, each
 // warp reading what it later overwrites (cfg::bias_tiles); or it is loaded, element by element.
 #pragma once
 #include "sm90/bwd_scores.cuh"
 
 namespace sm90::bwd {
 
+// The head that a function was last asked about whose part tensor cores add.
+struct NoHead {
+    __device__ __forceinline__ void set_head(const TracedHead&) {}
+    __device__ __forceinline__ TracedHead head() const { return {}; }
+};
+struct SplitHead {
+    TracedHead last;
+    __device__ __forceinline__ void set_head(const TracedHead& of) { last = of; }
+    __device__ __forceinline__ const TracedHead& head() const { return last; }
+};
+
 // The bias of a thread's elements, asked for in ascending order.
-struct Bias {
+struct Bias : Either<cfg::split_score, SplitHead, NoHead>::type {
     float keys[2];
     const cfg::bias_elem* first;  // of the thread's first query and key 0
     i64 columns[2];
@@ -19,6 +30,28 @@ struct Bias {
     __device__ __forceinline__ void load_keys(const Params& p, const TilePlace& at) {
         const i64 offset = slice_of(p.bias, at.batch, at.head);
         unroll<2>([&](int r) { keys[r] = bias_at(p, offset, 0, at.key + 8 * r); });
+    }
+
+    // What tensor cores add for the thread's two keys, as a fragment, whose two halves are the same, or in the warpgroup's rows.
+    __device__ __forceinline__ void split_keys(const TilePlace& at, u32 rows, const float (&x)[2]) {
+        const u32 place = threadIdx.x % 4;
+        unroll<2>([&](int r) {
+            const BiasParts parts(x[r]);
+            if constexpr (parts_held) pairs[r] = pairs[r + 2] = place == 0 ? parts.pair : place == 1 ? parts.third : 0;
+            else if (place == 0) ptx::store_shared_v4(rows + part_bytes * (fragment_row() + 8 * r), parts.pair, parts.third, 0, 0);
+        });
+    }
+
+    // Adds them to products that are being issued.
+    __device__ __forceinline__ void add_parts(Scores& s, u32 halves, u32 rows) const {
+        if constexpr (parts_held) ptx::Product<cfg::block_m>::rs<true, 1, 0>(s, pairs, halves_descriptor(halves), 1);
+        else ptx::Product<cfg::block_m>::ss<true, 1, 0>(s, parts_descriptor(rows), halves_descriptor(halves), 1);
+    }
+
+    // The bias of the thread's two keys in units of raw products.
+    __device__ __forceinline__ static void find_bias(float (&x)[2], const Params& p, const TilePlace& at) {
+        const i64 offset = slice_of(p.bias, at.batch, at.head);
+        unroll<2>([&](int r) { x[r] = bias_of_product(p, bias_at(p, offset, 0, at.key + 8 * r)); });
     }
 
     // slab: where store_gradients will put dS.
@@ -42,6 +75,19 @@ struct Bias {
             return i % 2 ? pair.y : pair.x;
         }
         return cfg::bias ? to_acc(first[min(query_of(i), rows) * p.bias.row + columns[key_of(i)]]) : 0.0f;
+    }
+};
+
+// What is added to the exponents of a thread's queries, with what a function leaves to rows; pairs of neighbours, as Numbers.
+template <class Stat>
+struct OffsetStat {
+    const Stat& stat;
+    const SplitScore& score;
+    i32 first_row;  // of the thread's queries
+    float scale;    // 0 where scores are whole
+    __device__ __forceinline__ float2 operator[](int i) const {
+        const float2 x = stat[i];
+        return {fmaf(score.of_row(first_row + 8 * i), scale, x.x), fmaf(score.of_row(first_row + 8 * i + 1), scale, x.y)};
     }
 };
 

@@ -56,6 +56,12 @@ __device__ __forceinline__ void clear_delta(const Shared& shared) {
     ptx::async_proxy_fence();
 }
 
+// In a row of zeros beside delta, once all are there.
+__device__ __forceinline__ void fill_halves(const Shared& shared) {
+    if constexpr (cfg::split_delta) __syncthreads();
+    store_halves(shared.halves());
+}
+
 __device__ __forceinline__ void run_consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup) {
     if constexpr (!by_function) {
         Consumer(p, shared, maps, warpgroup).run();
@@ -75,6 +81,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) init_barriers(shared);
     if constexpr (cfg::split_delta) clear_delta(shared);
+    if constexpr (splits) fill_halves(shared);
     __syncthreads();  // the barriers and the zeros beside delta are ready
 
     if (warp < 4) {

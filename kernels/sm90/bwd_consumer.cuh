@@ -68,8 +68,27 @@ struct Consumer : Worker {
     __device__ __forceinline__ void issue_s() {
         code = step();
         compute_s(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
+        if constexpr (splits) bias.add_parts(s, shared.halves(), shared.parts(warpgroup));
         ptx::wgmma_commit();
         foretell_dq();
+    }
+
+    // When a key tile begins, or a head: what products add from then on.
+    __device__ __forceinline__ void split_keys() {
+        if (!uniform(step().first() || step().odd() != code.odd())) return;
+        const TilePlace at = place(64 * warpgroup);
+        float x[2];
+        if constexpr (cfg::split_score) {
+            bias.set_head(TracedHead::of(p, at.batch, at.head));
+            const SplitScore score = split_score();
+            unroll<2>([&](int r) { x[r] = score.of_key(at.key + 8 * r); });
+        } else {
+            bias.find_bias(x, p, at);
+        }
+        bias.split_keys(at, shared.parts(warpgroup), x);
+        if constexpr (parts_held) return;
+        ptx::async_proxy_fence();
+        ptx::barrier_sync(store_barrier + warpgroup, 128);  // they are there
     }
 
     __device__ __forceinline__ void issue_dp() {
@@ -154,9 +173,10 @@ struct Consumer : Worker {
             load_bias(64 * warpgroup);
             probabilities(find_hidden(), given);
         } else {
+            if constexpr (splits) split_keys();
             issue_s();
             issue_dp();
-            load_bias(64 * warpgroup);
+            if constexpr (!splits) load_bias(64 * warpgroup);
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
         }

@@ -3,6 +3,7 @@
 #include "attn/bwd_workspace.cuh"
 #include "attn/diagonals.cuh"
 #include "attn/row_walk.cuh"
+#include "sm90/split_bias.cuh"
 #include "sm90/tiles.cuh"
 
 namespace sm90::bwd {
@@ -67,7 +68,13 @@ constexpr int held_at = handed_at + 2 * handed_bytes;
 constexpr int delta_at = held_at + held_bytes;
 constexpr int stat_at = delta_at + cfg::stages * delta_stride;
 constexpr int draws_at = stat_at + cfg::stages * numbers_bytes;
-constexpr int barriers_at = draws_at + draws_bytes;
+// Below delta's parts there is room for what multiplies those of a bias.
+static_assert(!splits || !by_function);
+constexpr int own_halves_at = draws_at + draws_bytes, halves_at = cfg::split_delta ? delta_at + 4 * row_bytes : own_halves_at;
+// The parts themselves are fragments in registers, or in shared memory where tiles leave room.
+constexpr bool parts_held = slabs > 1 || slabs_v > 1;
+constexpr int parts_at = own_halves_at + (splits && !cfg::split_delta ? halves_bytes : 0);
+constexpr int barriers_at = parts_at + (splits && !parts_held ? part_bytes * cfg::block_n : 0);
 
 enum Barrier {
     k_full,
@@ -95,10 +102,12 @@ struct alignas(16) Work {
     i32 tile;         // number of the key tile; negative: there is no further work
     i32 head, batch;  // of k and v
     i32 flags;
-    static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4;
+    static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4, sunk_bit = 8, hides_bit = 16;
     __device__ __forceinline__ bool seen() const { return flags & seen_bit; }  // by some row
     __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // masks hide some key of it from every row of the first head
     __device__ __forceinline__ bool odd() const { return flags & odd_bit; }    // the producer's own: where it noted the head of its last step
+    __device__ __forceinline__ bool sunk() const { return flags & sunk_bit; }  // the same: the head's bias sinks or hides all of its keys
+    __device__ __forceinline__ bool hides() const { return flags & hides_bit; }  // the same: it hides some of them
 };
 
 // A row tile as the producer finds it, packed into one register.
@@ -173,6 +182,9 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 dout(u32 stage) const { return address + do_at + stage * do_bytes; }
     __device__ __forceinline__ u32 ds(u32 buffer) const { return address + ds_at + buffer * ds_bytes; }
     __device__ __forceinline__ u32 handed_on(u32 buffer) const { return address + handed_at + buffer * handed_bytes; }
+    __device__ __forceinline__ u32 halves() const { return address + halves_at; }
+    // Of the warpgroup's keys.
+    __device__ __forceinline__ u32 parts(u32 warpgroup) const { return address + parts_at + 64 * part_bytes * warpgroup; }
     __device__ __forceinline__ u32 held(i32 m, u32 warpgroup) const { return address + held_at + (m * warpgroups + warpgroup) * dq_part_bytes; }
     __device__ __forceinline__ u32 stat(u32 stage) const { return address + stat_at + stage * numbers_bytes; }
     __device__ __forceinline__ u32 delta(u32 stage) const { return address + delta_at + stage * delta_stride; }

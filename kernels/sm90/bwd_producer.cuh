@@ -55,13 +55,31 @@ struct StepWalk {
 
     // The same of keys that the bias hides.
     __device__ __forceinline__ void note_hidden_keys(i32 head) {
-        if (member != 0) return;
-        bool hides = false;
+        if (member != 0 && !cfg::split_bias) return;
+        bool hides = false, shows = false;
 #pragma unroll 1  // of registers there are few
-        for (i32 key = threadIdx.x % 32; key < cfg::block_n; key += 32)
-            hides |= !bias_shows(p, slice_of(p.bias, work.batch, head), work.tile * cfg::block_n + key);
-        if (uniform(hides) && threadIdx.x % 32 == 0) shared.pending().flags |= Work::dead_bit;
+        for (i32 key = threadIdx.x % 32; key < cfg::block_n; key += 32) {
+            const float x = bias_at(p, slice_of(p.bias, work.batch, head), 0, work.tile * cfg::block_n + key);
+            hides |= uniform(x == -infinity<float>()), shows |= uniform(!(x <= sunk));
+        }
+        if (threadIdx.x % 32 != 0) return;
+        i32& flags = shared.pending().flags;
+        if (hides && member == 0) flags |= Work::dead_bit;
+        if constexpr (cfg::split_bias) flags = (flags & ~(Work::sunk_bit | Work::hides_bit)) | (shows ? 0 : Work::sunk_bit) | (hides ? Work::hides_bit : 0);
     }
+
+    // Moves to the next row tile that sees the keys.  Where all are sunk they count only for far rows, unless an order is kept.
+    __device__ __forceinline__ bool advance() {
+        bool some = rows.next(p);
+        if constexpr (cfg::split_bias && !in_order) {
+#pragma unroll 1
+            while (some && work.sunk() && !(flags_of((work.batch * p.kv_heads + work.head) * p.group + member) & kFarRows)) some = rows.next(p);
+        }
+        return some;
+    }
+
+    // What is known of the rows of a row tile.
+    __device__ __forceinline__ i32 flags_of(i32 flat) const { return p.counters[flat * stat_groups(p) + rows.tile * cfg::block_m / kStatRows]; }
 
     // Of a head that sees the key tile: the one before may still have a step to be loaded, whatever heads lie between them.
     __device__ __forceinline__ void note_head() {
@@ -76,15 +94,15 @@ struct StepWalk {
 
     __device__ __forceinline__ StepCode next() {
         bool entered = false;
-        while (member < 0 || !rows.next(p)) {
+        while (member < 0 || !advance()) {
             if (++member == p.group) return StepCode::none();
             enter_head();
             entered = true;
         }
         if (entered) note_head();
         const bool odd = shared.pending().odd();
-        StepCode step{rows.tile << 6 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) ? StepCode::partial_bit : 0)};
-        const i32 flags = p.counters[shared.head(odd).flat * stat_groups(p) + rows.tile * cfg::block_m / kStatRows];
+        StepCode step{rows.tile << 6 | (odd ? StepCode::odd_bit : 0) | (rows.partial(p) || (cfg::split_bias && shared.pending().hides()) ? StepCode::partial_bit : 0)};
+        const i32 flags = flags_of(shared.head(odd).flat);
         if (may_hide_rows && flags & kEmptyRows) step.code |= StepCode::dirty_bit;
         if (flags & kFarRows) step.code |= StepCode::far_bit | StepCode::partial_bit;
         return step;

@@ -43,8 +43,8 @@ struct ReadValues {
 // part of V, since a product of 64 rows and keys reads as much shared memory as it can multiply, and then half as much.
 struct HeldValues {
     // Of 16 columns.  The assembler grants no more; a key tile under a column mask meets too few rows for as many.
-    static constexpr bool loads_bias = cfg::bias && !cfg::bias_keys && !cfg::bias_tiles;
-    static constexpr int steps = column_masks > 0 || stated_mask || loads_bias || cfg::dbias >= kDbiasWeighted ? 2 : 4;
+    static constexpr bool loads_bias = adds_bias && !cfg::bias_keys && !cfg::bias_tiles;
+    static constexpr int steps = column_masks > 0 || stated_mask || loads_bias || cfg::dbias >= kDbiasWeighted ? 2 : splits ? 3 : 4;
     HeldRows<steps> rows;
     u32 minus_half[4];  // A: -1/2 where B has a part of D; both halves of B's 16 rows are the same 8
 
@@ -103,6 +103,7 @@ __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at
     if constexpr (boolean_mask) rows &= __ldg(boolean_bits(p, instance, first_row / 64, key / cfg::block_n) + key % cfg::block_n);
     if constexpr (block_mask)
         rows &= block_rows<u64>(p, static_cast<const u8*>(p.mask.data) + slice_of(p.mask, at.batch, at.head), first_row, key);
+    if constexpr (cfg::split_bias) rows &= bias_shows(p, slice_of(p.bias, at.batch, at.head), key) ? ~0ull : 0;
     return rows;
 }
 

@@ -56,18 +56,33 @@ struct Worker {
     template <bool round_now, class Hidden, class Stat, class Buffer>
     __device__ __forceinline__ void find_weights(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
                                                  i32 first_key, u32 slab, const Buffer& await_buffer) {
-        if constexpr (cfg::bias || cfg::score) bias.begin(p, place(first_key), slab);
+        constexpr bool finishes = adds_bias || (cfg::score && !cfg::split_score);
+        if constexpr (finishes) bias.begin(p, place(first_key), slab);
         if constexpr (slopes_apart) {
             hidden.mask(s);
             if (uniform(step().far())) weigh_apart<true>(s, weights, p, place(first_key), bias, stat, draws);
             else weigh_apart<false>(s, weights, p, place(first_key), bias, stat, draws);
         } else {
-            if constexpr (cfg::bias || cfg::score) finish_scores(s, p, place(first_key), bias);
+            if constexpr (finishes) finish_scores(s, p, place(first_key), bias);
             else if constexpr (cfg::prescaled) prescale(s, p);
+            if constexpr (cfg::row_offsets) return weigh_with_offsets<round_now>(s, weights, hidden, stat, draws, await_buffer);
             hidden.refine(s, p, await_buffer);
             weigh<round_now>(s, weights, p, stat, draws);
         }
     }
+
+    // The same where the scores lack what a function adds to rows.  Those of far rows are made whole before their maximum is taken away.
+    template <bool round_now, class Hidden, class Stat, class Buffer>
+    __device__ __forceinline__ void weigh_with_offsets(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
+                                                 const Buffer& await_buffer) {
+        const SplitScore score = split_score();
+        const i32 first_row = step().m() * cfg::block_m + 2 * (threadIdx.x % 4);
+        const bool far = uniform(step().far());
+        if (far) unroll<cfg::block_m / 2>([&](int i) { s[i] = sum_of(s[i], score.of_row(first_row + query_of(i))); });
+        hidden.refine(s, p, await_buffer);
+        weigh<round_now>(s, weights, p, OffsetStat<Stat>{stat, score, first_row, far ? 0.0f : score_scale(p)}, draws);
+    }
+    __device__ __forceinline__ SplitScore split_score() const { return {p, bias.head(), work().tile * cfg::block_n}; }
 
     // Waits for the key tile in the slot; false when there is none.
     __device__ __forceinline__ bool await_keys() const {
@@ -121,8 +136,8 @@ struct Hidden {
     __device__ __forceinline__ Hidden(const Worker& worker, i32 first_key, bool partial) : worker(worker), partial(partial) {
         if (partial)
             find_visible(visible, worker.p, worker.place(first_key));
-        else if (cfg::dropout && (unmasked || cfg::block_m == 128))
-            clear(visible);  // or the assembler keeps the last tile's in registers, of which dropout leaves few
+        else if ((cfg::dropout || cfg::split_bias) && (unmasked || cfg::block_m == 128))
+            clear(visible);  // or the assembler keeps the last tile's in registers, of which these leave few
     }
 
     __device__ __forceinline__ void mask(Scores& s) const {

@@ -18,7 +18,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(q_empty + stage), 32 * warps);
     }
     for (int stage = 0; stage < cfg::stages; ++stage) {
-        ptx::mbarrier_init(shared.barrier(k_full + stage), cfg::bias_keys ? 1 + 32 : 1);
+        ptx::mbarrier_init(shared.barrier(k_full + stage), cfg::bias_keys || cfg::split_score ? 1 + 32 : 1);
         ptx::mbarrier_init(shared.barrier(k_empty + stage), keys_are_read ? 32 * warps : warps);
         ptx::mbarrier_init(shared.barrier(v_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
@@ -50,6 +50,7 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
     // The same in all lanes; the shuffle tells the compiler so.
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) init_barriers(shared);
+    if constexpr (splits) store_halves(shared.halves());
     if (threadIdx.x == 32) {  // descriptors are on their way before the first copies need them
         ptx::tensor_map_prefetch(q_map);
         ptx::tensor_map_prefetch(k_map);
@@ -72,7 +73,7 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
         }
     } else {
         ptx::registers_claim<consumer_registers>();
-        Consumer consumer{p, o_map, shared, warp / 4 - 1};
+        Consumer consumer{{}, p, o_map, shared, warp / 4 - 1};
         consumer.state.scale = score_scale(p);
         consumer.run();
     }

@@ -11,7 +11,7 @@ enum BiasForm { kBiasLoads, kBiasRows, kBiasKeys, kBiasTiles };
 constexpr BiasForm bias_form = cfg::bias_tiles ? kBiasTiles : cfg::bias_keys ? kBiasKeys : cfg::bias_rows ? kBiasRows : kBiasLoads;
 
 // Is what the bias adds read before the scores are there?  Three warpgroups have no registers to keep it in.
-constexpr bool bias_ahead = cfg::bias && bias_form != kBiasLoads && warpgroups == 2, bias_late = cfg::bias && !bias_ahead;
+constexpr bool bias_ahead = adds_bias && bias_form != kBiasLoads && warpgroups == 2, bias_late = adds_bias && !bias_ahead;
 
 // Calls work(i) for those of `count` pieces that belong to one of `steps` steps.
 template <int count, class Work>
@@ -100,7 +100,7 @@ struct Bias<kBiasTiles> {
 
 // For how many blocks of 8 keys there are registers to keep what a score function adds to scores that are not there yet.
 constexpr int find_blocks_ahead() {
-    if (!cfg::additive || cfg::bias) return 0;
+    if (!cfg::additive || cfg::bias || cfg::split_score) return 0;
     const int all = warpgroups == 3 ? 128 : cfg::reads_keys || cfg::dropout > 0 ? 184 : 200;
     const int blocks = (all - cfg::block_n * 3 / 4 - cfg::head_dim_v / 2) / 4;
     return blocks < 0 ? 0 : blocks < cfg::block_n / 8 ? blocks : cfg::block_n / 8;
@@ -146,6 +146,22 @@ struct AskedRows {
         return x;
     }
 };
+
+// Adds the bias of a tile's keys to their products, which are under way: a group of its own.
+__device__ __forceinline__ void add_parts(Scores& s, u32 halves, u32 parts) {
+    ptx::Product<cfg::block_n>::ss<true, 1, 0>(s, halves_descriptor(halves), parts_descriptor(parts), 1);
+    ptx::wgmma_commit();
+}
+
+// Hides the scores of keys whose bias does, whatever their products are; parts: of the tile's keys.
+__device__ __forceinline__ void hide_scores(Scores& s, u32 parts) {
+    const u32 own = parts + 2 * part_bytes * (place_of_thread() % 4);
+    unroll<cfg::block_n / 8, 2>([&](int block, int e) {
+        u32 leading;
+        ptx::load_shared(leading, own + part_bytes * (8 * block + e));
+        unroll<2>([&](int r) { s[4 * block + 2 * r + e] = BiasParts::hides(leading) ? minus_infinity() : s[4 * block + 2 * r + e]; });
+    });
+}
 
 // A score with its bias, as finish_score makes it.
 __device__ __forceinline__ float add_bias(const Params& p, float product, float bias) {

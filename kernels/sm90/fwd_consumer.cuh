@@ -16,13 +16,26 @@ namespace sm90::fwd {
 // rounding P then runs beside the other half.  Three warpgroups fill each other's gaps, and do better with one long stretch.
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
 constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind which that is
-constexpr bool completes = cfg::bias || cfg::score;  // what comes between products and scores is more than a scale or softcap
+constexpr bool completes = adds_bias || (cfg::score && !cfg::split_score);  // what comes between products and scores is more than a scale or softcap
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr u32 ping_pong_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
 
-struct Consumer {
+// What all lanes agree on once of a tile whose bias tensor cores add, which spares most tiles all other votes.
+struct Agreed {
+    bool is_ordinary, is_biased;
+    __device__ __forceinline__ void agree_on(const KeyTile& tile) { is_ordinary = uniform(tile.ordinary()), is_biased = uniform(tile.biased()); }
+    __device__ __forceinline__ bool ordinary() const { return is_ordinary; }
+    __device__ __forceinline__ bool biased() const { return is_biased; }
+};
+struct NotAgreed {
+    __device__ __forceinline__ void agree_on(const KeyTile&) {}
+    __device__ __forceinline__ bool ordinary() const { return false; }
+    __device__ __forceinline__ bool biased() const { return false; }
+};
+
+struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     const Params& p;
     const ptx::TensorMap& o_map;
     const Shared shared;
@@ -83,8 +96,11 @@ struct Consumer {
         }
         if constexpr (!later_tiles_vary) tile = count_down(first);
         arrived = false;
-        seen = !later_tiles_vary || !uniform(tile.hidden(warpgroup));
+        agree_on(tile);
+        seen = !later_tiles_vary || ordinary() || !uniform(tile.hidden(warpgroup));
     }
+
+    __device__ __forceinline__ bool is_cut() const { return !ordinary() && uniform(tile.partial(warpgroup) || (told_bias && tile.hides())); }
 
     // Waits for the next row tile's queries and first keys; false when there is no further row tile.
     __device__ __forceinline__ bool await_row() {
@@ -100,6 +116,7 @@ struct Consumer {
     template <class Beside>
     __device__ __forceinline__ void issue_scores(const Beside& beside) {
         compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
+        if (splits && (!told_bias || biased())) add_parts(s, shared.halves(), shared.key_bias(k.stage));
     }
 
     // Line 15; the sum is divided by l at the row's end.
@@ -115,7 +132,9 @@ struct Consumer {
 #pragma unroll
         for (int phase = 0; phase < search_phases; ++phase) {
             if (phase * steps / search_phases != step) continue;
-            if (function_mask && phase + 1 == search_phases)
+            if (told_bias && !uniform(tile.partial(warpgroup)))
+                visible[0] = visible[1] = ~0u;
+            else if (function_mask && phase + 1 == search_phases)
                 ask_function(visible, p, work, row(), tile.n());
             else if constexpr (!by_table)
                 find_in_band(visible, p, row(), tile.n());
@@ -123,16 +142,26 @@ struct Consumer {
                 find_in_table(visible, phase, p, {shared.cols(k.stage), shared.bits(k.stage, warpgroup)}, work, work.row + 64 * warpgroup,
                               tile.n());
         }
+        if (told_bias && step + 1 == steps && uniform(tile.hides())) hide_keys(visible, shared.key_bias(k.stage));
     }
 
     // What a score function asks about the thread's rows, and what the bias adds to the tile's scores: read while products are issued.
     struct Completion {
         AskedRows asked;
         Bias<bias_form> bias;
+        KeyTile counted;  // as it came; in one lane
     };
-    __device__ __forceinline__ void prepare(Completion& with, int step) const {
-        if constexpr (cfg::score) with.asked.ask(step, score_steps, p, work, row(), first_key());
+    __device__ __forceinline__ void prepare(Completion& with, int step) {
+        if constexpr (cfg::split_score) {
+            if (cfg::row_offsets && step == 0) find_offsets();
+        } else if constexpr (cfg::score) with.asked.ask(step, score_steps, p, work, row(), first_key());
         if constexpr (bias_ahead) read_bias(with, step, score_steps);
+        if (cfg::split_bias && !told_bias && step == 0) with.counted = threadIdx.x % 32 == 0 ? shared.code(k.stage) : KeyTile{0};
+    }
+    __device__ __forceinline__ void find_offsets() {
+        const Work& at = shared.work(q.stage);  // of registers there are few
+        const SplitScore score(p, at.batch, at.head, tile.n() * cfg::block_n);
+        unroll<2>([&](int r) { state.set_offset(r, ptx::opaque(score.of_row(max(row(), 0) + 8 * r))); });
     }
     __device__ __forceinline__ void read_bias(Completion& with, int step, int steps) const {
         with.bias.load(step, steps, p, shared, k.stage, work, row(), tile.n());
@@ -144,7 +173,7 @@ struct Consumer {
     // Algorithm 2, line 10 (FlashMask algorithm 1, line 17): issues the scores; where registers allow it, what is visible of a partial tile is found meanwhile.
     // may_cut: some tiles that come here are partial.
     __device__ __forceinline__ void begin_scores(Completion& with, bool may_cut = true) {
-        if (search_beside && may_cut && uniform(tile.partial(warpgroup)))
+        if (search_beside && may_cut && is_cut())
             issue_scores([&](int step) { search(step, score_steps), prepare(with, step); });
         else
             issue_scores([&](int step) { prepare(with, step); });
@@ -152,12 +181,14 @@ struct Consumer {
 
     // While the products run: the same where registers are fewer.
     __device__ __forceinline__ void search_behind(bool may_cut = true) {
-        if (!search_beside && may_cut && uniform(tile.partial(warpgroup))) search(0, 1);
+        if (!search_beside && may_cut && is_cut()) search(0, 1);
     }
 
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
     __device__ __forceinline__ void finish_scores(Completion& with) {
         ptx::wgmma_pin(s);
+        if constexpr (cfg::split_bias && !told_bias)
+            if (uniform(with.counted.hides())) hide_scores(s, shared.key_bias(k.stage));
         if constexpr (bias_late) {
             read_bias(with, 0, 1);
             complete(with);
@@ -173,7 +204,7 @@ struct Consumer {
     // Line 11 (FlashMask algorithm 1, lines 18-25): prescales and masks the scores.
     __device__ __forceinline__ void refine_scores(bool may_cut = true) {
         if constexpr (cfg::prescaled && !completes) prescale(s, p);
-        if (may_cut && uniform(tile.partial(warpgroup))) mask_scores(s, visible);
+        if (may_cut && is_cut()) mask_scores(s, visible);
     }
 
     // Lines 11 to 13: the scores, and the running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
@@ -273,7 +304,7 @@ struct Consumer {
         search_behind(later_tiles_vary);
         ptx::wgmma_wait<1>();
         finish_scores(with);
-        const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !uniform(tile.partial(warpgroup)));
+        const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !is_cut());
         if constexpr (!cfg::overlap) {
             ptx::wgmma_wait<0>();
             finish_values();
@@ -291,7 +322,7 @@ struct Consumer {
     __device__ __forceinline__ bool cross(const Work& before, Slot<cfg::q_stages> buffer) {
         await_ping_pong();
         // The new row's first tile is its diagonal one, as a rule: what is visible of it is found here.
-        if (search_beside && uniform(tile.partial(warpgroup)))
+        if (search_beside && is_cut())
             issue_values([&](int step) { search(step, value_steps); });
         else
             issue_values([](int) {});

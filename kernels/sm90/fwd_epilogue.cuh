@@ -28,7 +28,7 @@ __device__ __forceinline__ void write_statistics(const Params& p, const Work& wo
             const bool empty = top == minus_infinity();
             const float above = fmaf(top, state.scale, state.shift[r]);  // the reference, in powers of two; of a far row it is the maximum
             l[i * p.l.row] = empty ? 0.0f : sum[r] * ptx::ex2(fabsf(above) < far / 2 ? -above : 0.0f);
-            m[i * p.m.row] = empty ? minus_infinity() : cfg::prescaled ? top : top * fabsf(static_cast<float>(p.scale));
+            m[i * p.m.row] = empty ? minus_infinity() : cfg::prescaled ? top : natural_score(top, fabsf(static_cast<float>(p.scale)));
         }
     });
 }

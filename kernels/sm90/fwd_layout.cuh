@@ -2,6 +2,7 @@
 #pragma once
 #include "attn/mask_format.cuh"
 #include "ptx/registers.cuh"
+#include "sm90/split_bias.cuh"
 #include "sm90/tiles.cuh"
 
 namespace sm90::fwd {
@@ -19,7 +20,8 @@ constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, m
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 // Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
 constexpr bool later_tiles_vary = !unmasked || plain;
-constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || cfg::bias_keys;  // by all threads, in what comes with them
+constexpr bool told_bias = cfg::split_bias && later_tiles_vary;  // with tiles comes what their bias asks for; else products always add it
+constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || (cfg::bias_keys && !cfg::split_bias);  // by all threads, in what comes with them
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
@@ -47,7 +49,9 @@ constexpr int bias_tiles_at = v_at + cfg::stages * v_bytes;
 constexpr int cols_at = bias_tiles_at + cfg::stages * bias_bytes;
 constexpr int bits_at = cols_at + cfg::stages * cols_bytes;
 constexpr int key_bias_at = bits_at + cfg::stages * bits_bytes;
-constexpr int barriers_at = key_bias_at + (cfg::bias_keys ? cfg::stages * static_cast<int>(sizeof(KeyBias)) : 0);
+constexpr int key_bias_bytes = splits ? part_bytes * cfg::block_n : cfg::bias_keys ? static_cast<int>(sizeof(KeyBias)) : 0;
+constexpr int halves_at = key_bias_at + cfg::stages * key_bias_bytes;
+constexpr int barriers_at = halves_at + (splits ? halves_bytes : 0);
 
 enum Barrier {
     q_full,
@@ -72,13 +76,15 @@ struct alignas(16) Work {
 
 // A key tile as it travels to the consumers, with its buffer of k.
 struct KeyTile {
-    u32 code;  // number (of tiles there are fewer than 2^24) and, in the low byte, what the consumers must know
+    u32 code;  // number (of tiles there are fewer than 2^24, or 2^22) and, in the low bits, what the consumers must know
+    static constexpr int flags = cfg::split_bias ? 10 : 8;
+    static constexpr i32 biased_bit = 256, hides_bit = 512;
     static constexpr i32 hidden_bit = 1, partial_bit = 8;  // << warpgroup
     static constexpr i32 dead_bit = 64, last_bit = 128, hidden_bits = 7, partial_bits = 56;
-    __device__ __forceinline__ static constexpr KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << 8 | bits)}; }
+    __device__ __forceinline__ static constexpr KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << flags | bits)}; }
     __device__ __forceinline__ static constexpr KeyTile none() { return {~0u}; }
     __device__ __forceinline__ constexpr bool exists() const { return code != ~0u; }
-    __device__ __forceinline__ constexpr i32 n() const { return code >> 8; }
+    __device__ __forceinline__ constexpr i32 n() const { return code >> flags; }
     // The warpgroup's rows see nothing of it, and others' do.
     __device__ __forceinline__ bool hidden(u32 warpgroup) const { return code & hidden_bit << warpgroup; }
     // The warpgroup must test elements.
@@ -86,6 +92,11 @@ struct KeyTile {
     __device__ __forceinline__ bool partial() const { return code & partial_bits; }
     __device__ __forceinline__ bool dead() const { return code & dead_bit; }  // no row sees some key: its v may be NaN
     __device__ __forceinline__ bool last() const { return code & last_bit; }  // of its row tile
+    // Where tensor cores add the bias of keys: some key has one, or one that hides it.
+    __device__ __forceinline__ bool biased() const { return code & biased_bit; }
+    __device__ __forceinline__ bool hides() const { return cfg::split_bias && code & hides_bit; }
+    // Nothing need be done to single scores.
+    __device__ __forceinline__ bool ordinary() const { return !(code & (hidden_bits | partial_bits | hides_bit)); }
 };
 
 // The first query row of what is told, where its masks depend on it.
@@ -122,7 +133,7 @@ constexpr int list_at = work_at + 16 * cfg::q_stages;
 constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
 constexpr int mail_at = codes_at + 4 * cfg::stages;
 constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
-constexpr int shared_bytes = bias_places_at + (cfg::bias ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
+constexpr int shared_bytes = bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
 
 // A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
 // too few.
@@ -137,7 +148,8 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ TileList& list() const { return at<TileList>(list_at); }
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
-    __device__ __forceinline__ u32 key_bias(u32 stage) const { return address + key_bias_at + stage * static_cast<u32>(sizeof(KeyBias)); }
+    __device__ __forceinline__ u32 key_bias(u32 stage) const { return address + key_bias_at + stage * key_bias_bytes; }
+    __device__ __forceinline__ u32 halves() const { return address + halves_at; }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
     __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }

@@ -106,6 +106,20 @@ __device__ __forceinline__ void ask_function(Visible& visible, const Params& p, 
     }
 }
 
+// Takes away keys that the bias hides, whose tile's parts these are.
+__device__ __forceinline__ void hide_keys(Visible& visible, u32 parts) {
+    const u32 own = parts + 2 * part_bytes * (place_of_thread() % 4);
+#pragma unroll 1
+    for (int pair = 0; pair < cfg::block_n / 8; ++pair) {
+        unroll<2>([&](int e) {
+            u32 leading;
+            ptx::load_shared(leading, own + part_bytes * (8 * pair + e));
+            const u32 bit = BiasParts::hides(leading) ? 1u << (bit_of(pair) + e * second_key) : 0;
+            unroll<2>([&](int r) { visible[r] &= ~bit; });
+        });
+    }
+}
+
 constexpr int search_phases = (by_table ? 5 : 1) + function_mask;  // of finding what is visible
 
 __device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {

@@ -113,7 +113,7 @@ struct Planner {
             to.batch = work.batch;
             to.instance = work.instance;
             to.set_row(work.row);
-            if constexpr (cfg::bias) shared.bias_of_list() = {work.head, work.batch, work.row};
+            if constexpr (cfg::bias || cfg::split_score) shared.bias_of_list() = {work.head, work.batch, work.row};
         }
         ptx::mbarrier_arrive(shared.barrier(list_full));
         list.advance();
@@ -135,30 +135,40 @@ struct Planner {
         q.advance();
     }
 
-    // Does the bias let anybody see some key of a tile?
-    __device__ __forceinline__ bool shows(i64 offset, i32 n) const {
+    // Does the bias of some key of a tile exceed `least`?
+    __device__ __forceinline__ bool shows(i64 offset, i32 n, float least = minus_infinity()) const {
         for (i32 key = n * cfg::block_n; key < (n + 1) * cfg::block_n; key += 8) {
             bool some = false;
-            unroll<8>([&](int i) { some |= bias_shows(p, offset, key + i); });
+            unroll<8>([&](int i) { some |= !(bias_at(p, offset, 0, key + i) <= least); });
             if (some) return true;
         }
         return false;
     }
 
+    // What a key's bias must exceed for a row to notice it: where all rows see all keys, sunk ones count only where all are.
+    __device__ __forceinline__ float least_bias(i64 offset, i32 lowest, i32 top) const {
+        if (!unmasked) return minus_infinity();
+        for (; top >= lowest; top -= 32) {
+            const i32 n = top - static_cast<i32>(lane);
+            if (uniform(n >= lowest && shows(offset, n, sunk))) return sunk;
+        }
+        return minus_infinity();
+    }
+
     // Narrows a range of key tiles by what the bias hides of its ends: padding costs nothing.
-    __device__ __forceinline__ void trim(const Work& work, i32& lowest, i32& top) const {
+    __device__ __forceinline__ void trim(const Work& work, i32& lowest, i32& top, float least) const {
         const i64 offset = slice_of(p.bias, work.batch, work.head);
         u32 some = 0;
         for (; top >= lowest; top -= 32) {
             const i32 n = top - static_cast<i32>(lane);
-            some = __ballot_sync(~0u, n >= lowest && shows(offset, n));
+            some = __ballot_sync(~0u, n >= lowest && shows(offset, n, least));
             if (some != 0) break;
         }
         if (some == 0) return;
         top -= __ffs(some) - 1;
         for (;; lowest += 32) {
             const i32 n = lowest + static_cast<i32>(lane);
-            some = __ballot_sync(~0u, n <= top && shows(offset, n));
+            some = __ballot_sync(~0u, n <= top && shows(offset, n, least));
             if (some != 0) break;
         }
         lowest += __ffs(some) - 1;
@@ -171,15 +181,18 @@ struct Planner {
         const Rows rows = all_rows(p, work);
         i32 lowest = band_first(p, rows) / cfg::block_n;
         i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
-        if constexpr (cfg::bias_keys) {
-            trim(work, lowest, top);
+        float least = 0.0f;
+        if constexpr (cfg::split_bias) least = least_bias(slice_of(p.bias, work.batch, work.head), lowest, top);
+        if constexpr (cfg::bias_keys && !told_bias) {
+            trim(work, lowest, top, cfg::split_bias ? least : minus_infinity());
             if (!later_tiles_vary && top >= lowest) lowest = min(lowest, 127), work.instance = top | lowest << 24;
         }
         KeyTile held = KeyTile::none();
         bool first = true, some = false;
         for (i32 group = top; group >= lowest; group -= 32) {
             const i32 n = group - static_cast<i32>(lane);
-            const KeyTile tile = n >= lowest ? classify(p, work, blocks, n) : KeyTile::none();
+            const bool noticed = n >= lowest && (!told_bias || shows(slice_of(p.bias, work.batch, work.head), n, least));
+            const KeyTile tile = noticed ? classify(p, work, blocks, n) : KeyTile::none();
             if (!__any_sync(~0u, tile.exists())) continue;
             if (some) {
                 publish(work, held, false);

@@ -21,6 +21,7 @@ struct LoadedKeyBias {
     float of[(cfg::block_n + 31) / 32];
 
     __device__ __forceinline__ LoadedKeyBias(const Params& p, i64 offset, i32 first_key, u32 lane) {
+        lane = ptx::opaque(static_cast<i32>(lane));  // of registers there are few
         unroll<(cfg::block_n + 31) / 32>([&](int i) {
             const i32 column = 32 * i + lane;
             of[i] = column < cfg::block_n && first_key + column < p.n_keys ? bias_at(p, offset, 0, first_key + column) : 0.0f;
@@ -40,6 +41,28 @@ struct LoadedKeyBias {
     }
 };
 
+// Stores what tensor cores add to the products of a tile's keys, of_key(i) being that of the lane's i-th.
+template <class OfKey>
+__device__ __forceinline__ void store_parts(u32 rows, u32 lane, const OfKey& of_key) {
+    rows += part_bytes * ptx::opaque(static_cast<i32>(lane));
+    unroll<(cfg::block_n + 31) / 32>([&](int i) {
+        const BiasParts parts(of_key(i));
+        if (32 * i + lane < cfg::block_n) ptx::store_shared_v4(rows + 32 * part_bytes * i, parts.pair, parts.third, 0, 0);
+    });
+    ptx::async_proxy_fence();
+}
+
+// The same of a bias; returns what must be known of the tile.
+__device__ __forceinline__ i32 store_bias(const Params& p, const LoadedKeyBias& bias, u32 rows, u32 lane) {
+    bool some = false, hides = false;
+    store_parts(rows, lane, [&](int i) {
+        const float x = bias_of_product(p, bias.of[i]);
+        some |= x != 0.0f, hides |= x == minus_infinity();
+        return x;
+    });
+    return (uniform(some) ? KeyTile::biased_bit : 0) | (uniform(hides) ? KeyTile::hides_bit | KeyTile::dead_bit : 0);
+}
+
 struct Producer {
     const Params& p;
     const ptx::TensorMap &k_map, &v_map, &bias_map;
@@ -52,13 +75,45 @@ struct Producer {
     // With the bias that travels with them; one that is broadcast along rows may leave keys that no row sees.
     __device__ __forceinline__ void load_keys(Source& from) {
         if constexpr (cfg::bias_keys) {
-            const LoadedKeyBias bias(p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane);
+            const LoadedKeyBias bias = load_bias(from);
             issue_keys(from);
             if (bias.store(shared.key_bias(k.stage), lane)) from.tile.code |= KeyTile::dead_bit;
             ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         } else {
             issue_keys(from);
         }
+        k.advance();
+    }
+    __device__ __forceinline__ LoadedKeyBias load_bias(const Source& from) const {
+        return {p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane};
+    }
+
+    // A tile's keys and the values of the tile before.  What tensor cores add to the keys is asked for before both copies, and stored behind them.
+    __device__ __forceinline__ void load(Source& from, const Source& before) {
+        if constexpr (cfg::split_bias) {
+            const LoadedKeyBias bias = load_bias(from);
+            issue_keys(from);
+            if (!told_bias && before.tile.exists()) load_values(before);
+            from.tile.code |= store_bias(p, bias, shared.key_bias(k.stage), lane);
+            if (lane == 0) shared.code(k.stage) = from.tile;
+            finish_keys();
+            if (told_bias && before.tile.exists()) load_values(before);
+        } else if constexpr (cfg::split_score) {
+            const i32 key = from.tile.n() * cfg::block_n + ptx::opaque(static_cast<i32>(lane));
+            const SplitScore score(p, from.bias.batch, from.bias.query_head, from.tile.n() * cfg::block_n);
+            float x[(cfg::block_n + 31) / 32];
+            unroll<(cfg::block_n + 31) / 32>([&](int i) { x[i] = score.of_key(key + 32 * i); });
+            issue_keys(from);
+            if (before.tile.exists()) load_values(before);
+            store_parts(shared.key_bias(k.stage), lane, [&](int i) { return x[i]; });
+            finish_keys();
+        } else {
+            load_keys(from);
+            if (before.tile.exists()) load_values(before);
+        }
+    }
+    __device__ __forceinline__ void finish_keys() {
+        ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         k.advance();
     }
 
@@ -129,13 +184,12 @@ struct Producer {
             Source source{};
             source.tile = mine, source.head = from.head, source.batch = from.batch, source.instance = from.instance;
             source.set_row(from.row());
-            if constexpr (cfg::bias) source.bias = shared.bias_of_list();
+            if constexpr (cfg::bias || cfg::split_score) source.bias = shared.bias_of_list();
             if (count < 0) break;
             ptx::mbarrier_arrive(shared.barrier(list_empty));
             for (i32 i = 0; i < count; ++i) {
                 source.tile.code = __shfl_sync(~0u, mine.code, i);
-                load_keys(source);
-                if (before.tile.exists()) load_values(before);
+                load(source, before);
                 before = source;
             }
         }

@@ -49,8 +49,21 @@ constexpr float slack = 8.0f;
 // row is far: its maximum is taken from each of its scores before they are scaled, which is exact at the maximum, and its shift is 0.
 constexpr float far = 1 << 13;
 
+// What the scores of a thread's two rows lack in a key tile (SplitScore): it is added to maxima, and to exponents.
+struct RowOffsets {
+    float offset[2];
+    __device__ __forceinline__ void set_offset(int r, float x) { offset[r] = x; }
+    __device__ __forceinline__ float least(int r) const { return offset[r]; }  // of what is positive without
+    __device__ __forceinline__ float real(float x, int r) const { return sum_of(x, offset[r]); }
+};
+struct NoOffsets {
+    __device__ __forceinline__ void set_offset(int, float) {}
+    __device__ __forceinline__ float least(int) const { return 0.0f; }
+    __device__ __forceinline__ float real(float x, int) const { return x; }
+};
+
 // Of the thread's two rows.  The decision to move the reference is taken per row, from the row's data alone.
-struct Softmax {
+struct Softmax : Either<cfg::row_offsets, RowOffsets, NoOffsets>::type {
     float top[2];    // exact maximum of the raw scores, this lane's share
     float limit[2];  // scores above it move the reference; -inf for a row that has seen nothing, or is far
     float shift[2];  // minus the reference, in powers of two
@@ -81,8 +94,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // What move_reference leaves to be done where some row of the warp is far, or was.  `moved`: the row has a new reference, `first`: it had none
 // that is a power of two.  The largest score of each row in this tile is in `largest`.
-__device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2], Scores& s, const float (&largest)[2], const bool (&moved)[2],
-                                              const bool (&first)[2]) {
+__device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2], Scores& s, const float (&largest)[2],
+                                              const bool (&moved)[2], const bool (&first)[2]) {
     float minuend[2];
     unroll<2>([&](int r) {
         const float before = quad_max(state.top[r]), top = first[r] ? fmaxf(before, largest[r]) : largest[r];
@@ -92,7 +105,10 @@ __device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2]
         if (is_far) state.shift[r] = 0.0f, state.limit[r] = minus_infinity();
         minuend[r] = is_far ? top : 0.0f;
     });
-    unroll<cfg::block_n / 2>([&](int i) { s[i] -= minuend[half_of(i)]; });
+    unroll<cfg::block_n / 2>([&](int i) {
+        s[i] = state.real(s[i], half_of(i)) - minuend[half_of(i)];
+    });
+    unroll<2>([&](int r) { state.set_offset(r, 0.0f); });
 }
 
 // Moves the reference of the rows that outgrew it; factor is what their earlier sums and outputs shrink by.  Far rows come here with every
@@ -139,6 +155,8 @@ __device__ __forceinline__ void find_largest_positive(float (&top)[2], const Sco
     unroll<2>([&](int r) { top[r] = __int_as_float(max(chain[r], chain[r + 2])); });
 }
 
+constexpr bool often_negative = cfg::prescaled || splits;  // are all scores of a row in a tile?
+
 // Brings the maximum up to date, and the reference if need be; true when earlier outputs of the warp must be multiplied by
 // factor.  With `settled` the rows are expected to have positive scores and to stay within their limits.
 __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Scores& s, bool settled) {
@@ -146,17 +164,24 @@ __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Score
     if (settled) {
         find_largest_positive(top, s);
         // Of scores that are no higher than 0 nothing need be known where the row has seen a higher one.
-        const bool below[2] = {cfg::prescaled && state.top[0] >= 0.0f, cfg::prescaled && state.top[1] >= 0.0f};
-        settled = __all_sync(~0u, (top[0] > 0.0f || below[0]) && top[0] <= state.limit[0] && (top[1] > 0.0f || below[1]) && top[1] <= state.limit[1]);
+        const bool below[2] = {often_negative && state.top[0] >= state.least(0), often_negative && state.top[1] >= state.least(1)};
+        settled = __all_sync(~0u, (top[0] > 0.0f || below[0]) && state.real(top[0], 0) <= state.limit[0] && (top[1] > 0.0f || below[1]) && state.real(top[1], 1) <= state.limit[1]);
+        unroll<2>([&](int r) { top[r] = state.real(top[r], r); });
     }
     bool grown = false;
     if (!settled) {
         find_largest(top, s);
+        unroll<2>([&](int r) { top[r] = state.real(top[r], r); });
         grown = __any_sync(~0u, top[0] > state.limit[0] || top[1] > state.limit[1]);
         if (grown) move_reference(state, factor, s, top);
     }
     unroll<2>([&](int r) { state.top[r] = fmaxf(state.top[r], top[r]); });
     return grown;
+}
+
+// What is added to exponents.
+__device__ __forceinline__ float shift_of(const Softmax& state, int r) {
+    return cfg::row_offsets ? fmaf(state.least(r), state.scale, state.shift[r]) : state.shift[r];
 }
 
 // Replaces the scores by exp2(score * scale + shift) and adds them up; calls `beside` after each block of 16 keys, with the
@@ -165,7 +190,7 @@ template <class Beside>
 __device__ __forceinline__ void exponentiate(Softmax& state, Scores& s, const Beside& beside) {
     float chain[4];
     unroll<cfg::block_n / 2>([&](int i) {
-        s[i] = ptx::ex2(fmaf(s[i], state.scale, state.shift[half_of(i)]));
+        s[i] = ptx::ex2(fmaf(s[i], state.scale, shift_of(state, half_of(i))));
         chain[i & 3] = i < 4 ? s[i] : chain[i & 3] + s[i];
         if (i % 8 == 7) beside(i / 8, chain);
     });

@@ -1,10 +1,11 @@
 // What all kernels make of raw products on their way to probabilities.
 #pragma once
 #include "attn/score.cuh"
-#include "sm90/operands.cuh"
+#include "sm90/split_bias.cuh"
 
 namespace sm90 {
 
+constexpr bool adds_bias = cfg::bias && !cfg::split_bias;  // do threads?
 constexpr int sign = cfg::negate ? -1 : 1;  // of the scale: raw scores are (sign * q) k^T
 
 __device__ __forceinline__ float minus_infinity() { return -infinity<float>(); }
@@ -42,7 +43,7 @@ __device__ __forceinline__ float cap_slope(const Params& p, float score) {
 
 // A score of a far row less its maximum, as the forward rounded both; in the units of the scores.
 __device__ __forceinline__ float subtract_far(float score, float top, float scale, float inverse) {
-    return rounded_difference(score * scale, top) * inverse;
+    return rounded_difference(natural_score(score, scale), top) * inverse;
 }
 
 }  // namespace sm90

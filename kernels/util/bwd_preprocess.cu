@@ -73,12 +73,6 @@ __device__ __forceinline__ cfg::acc sum_lanes(cfg::acc sum) {
     return sum;
 }
 
-// What remains of x behind its eight leading bits; of infinity and NaN nothing.
-__device__ __forceinline__ float rest_of(float x) {
-    const float rest = x - __uint_as_float(__float_as_uint(x) & 0xFFFF0000u);
-    return rest == rest ? rest : 0.f;
-}
-
 // Splits a row's delta, which all of its lanes know: x = hi + mid + lo, eight bits each.
 __device__ __forceinline__ void split(u16* parts, u32 row, float x) {
     static_assert(!cfg::split_delta || lanes_per_row() >= kDeltaParts);

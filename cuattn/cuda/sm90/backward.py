@@ -20,7 +20,7 @@ from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_array
 from cuattn.cuda.sm80.score_gradients import Main
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
-from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
+from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
@@ -89,6 +89,10 @@ class Cut:
         One kernel computes everything and adds dq up in memory.
     split_delta : bool
         Tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V.
+    split_bias : bool
+        Tensor cores add a bias of keys, as in the forward.
+    split_score : Node or None
+        What a score function adds, if they add it to keys, as in the forward.
     bias : BiasForm
     dq_tiles : int
         Of a head's rows, whose dq a block holds in shared memory over all key tiles; else 0.
@@ -127,6 +131,8 @@ class Cut:
         tables = len(self.arrays) < len(learned(problem)) and not self.weighted  # which take registers, too
         apart = problem.dropout or blocks or tables or sloped
         self.split_delta = self.fused and widest > 64 and not apart
+        self.split_bias = self.bias.keys and forward.splits_bias(problem)
+        self.split_score = forward.split_score(problem)
         self.dq_tiles = 0
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
@@ -176,6 +182,8 @@ class Cut:
             sums = 2 * 4 * 64 * block_m  # P
             barriers, moved = 4, row_bytes(problem)
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
+        if self.split_bias or self.split_score is not None:
+            tiles += HALVES_BYTES * (not self.split_delta) + KEY_BIAS_BYTES * block_n * (max(slabs, slabs_v) == 1)
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
         walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
         told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
@@ -225,7 +233,7 @@ class Cut:
         """The prologue of kernels/sm90/bwd.cu, and of the others but for their tiles."""
         return {
             **problem_constants(self.problem),
-            **forward.scaling(self.problem),
+            **forward.scaling(self.problem, self.split_bias, self.split_score),
             **{name: getattr(self, name) for name in ("head_dim", "head_dim_v", "split_delta")},
             "sloped": self.sloped,
             "slopes_of_heads": self.slopes_of_heads,
@@ -305,12 +313,13 @@ class Backward(MappedCall):
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
+        whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
-            dbias.finish(constants)
+            dbias.finish(whole)
         for each in arrays:
-            each.add(constants)
+            each.add(whole)
         if by_score:
-            by_score.add(self, constants, 0)
+            by_score.add(self, whole, 0)
         if cut.adds_dq:
             grid = (keys.counts["row_tiles"] * dq_instances,)
             convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"

@@ -5,7 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 from cuattn.cuda.arguments import pad, row_bytes, row_strides, steps_of, tile_counts
-from cuattn.cuda.constants import Constants, problem_constants
+from cuattn.cuda.constants import Constants, function_of, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.sm80 import forward as portable
 from cuattn.cuda.sm90 import tensor_map
@@ -13,7 +13,7 @@ from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem, ScoreFunction
-from cuattn.tracing import I, J, addend
+from cuattn.tracing import I, J, Node, addend, is_affine
 from cuattn.tracing.graph import order
 
 SLAB_COLUMNS, ROW_BYTES = 64, 128  # a tile lies in slabs of 64 columns
@@ -64,7 +64,10 @@ _BIASED_TILES = (
     (192, 128, Tile(128, 64, 3, 1)),
     (256, 256, Tile(128, 64, 2, 1)),
 )
-_KEY_BIAS_BYTES = 16  # beside a float for each key
+KEY_BIAS_BYTES = 16  # beside a float for each key; and a key's, in parts
+HALVES_BYTES = 128  # what parts are multiplied by
+_SPLIT_KEYS = 1 << 28  # key tiles are counted in fewer bits
+_SPLIT_HEAD_DIM = 128
 _FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
 _SHORT_FUNCTION, _LONG_FUNCTION = 16, 60  # operations, at most and from which on
 
@@ -139,11 +142,40 @@ def is_walked(problem: Problem) -> bool:
     return bool({"block", "function"} & {*problem.masks})
 
 
-def scaling(problem: Problem) -> Constants:
-    """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it."""
-    natural = any(x is not None for x in (problem.softcap, problem.bias, problem.score))
-    prescaled = natural or not _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
-    return {"prescaled": prescaled, "negate": problem.scale < 0 and not prescaled}
+def splits_bias(problem: Problem) -> bool:
+    """Return whether tensor cores add a bias of keys, in parts: both directions, or neither."""
+    return _is_roomy(problem) and problem.n_keys < _SPLIT_KEYS and problem.score is None
+
+
+def split_score(problem: Problem) -> Node | None:
+    """Return what a score function adds, if tensor cores add it to keys: in both directions, or neither."""
+    root, plain = function_of(problem), problem.bias is None and not problem.dropout and _is_roomy(problem)
+    added = addend(root) if root is not None and plain and not is_long(problem) else None
+    return added if added is not None and (not added.depends & I or is_affine(added)) else None
+
+
+def _is_roomy(problem: Problem) -> bool:
+    widest = max(problem.head_dim, problem.head_dim_v)
+    roomy = widest <= _SPLIT_HEAD_DIM and "block" not in problem.masks and problem.softcap is None
+    return roomy and _is_scalable(problem) and (not problem.dropout or widest <= SLAB_COLUMNS)
+
+
+def _is_scalable(problem: Problem) -> bool:
+    return _LEAST_SCALE <= abs(problem.scale) <= 1 / _LEAST_SCALE
+
+
+def scaling(problem: Problem, split_bias: bool = False, score: Node | None = None) -> Constants:
+    """Return the constants that say how scores are scaled: before their maximum where the scale would spoil it.
+
+    Of kernels in which tensor cores add a bias of keys, or what a score function adds (:func:`split_score`).
+    """
+    added = None if split_bias else problem.bias, None if score else problem.score
+    natural = any(x is not None for x in (problem.softcap, *added))
+    prescaled = natural or not _is_scalable(problem)
+    negate = problem.scale < 0 and not prescaled
+    by_row = score is not None and bool(score.depends & I)
+    split = {"split_bias": split_bias, "split_score": score is not None, "row_offsets": by_row}
+    return {"prescaled": prescaled, "negate": negate, **split}
 
 
 class Cut:
@@ -156,6 +188,10 @@ class Cut:
     tile : Tile
     bias_form : str
         See :func:`bias_form`; empty without a bias.
+    split_bias : bool
+        Tensor cores add it (:func:`splits_bias`).
+    split_score : Node or None
+        They add it to keys (:func:`split_score`).
     counts : dict of str to int
         Fields of ``Params``: row_tiles, key_tiles, section.
     """
@@ -163,6 +199,8 @@ class Cut:
     def __init__(self, problem: Problem, bias: Any = None) -> None:
         self.problem = problem
         self.bias_form = "" if problem.bias is None else bias_form(problem, bias)
+        self.split_bias = self.bias_form == "keys" and splits_bias(problem)
+        self.split_score = split_score(problem)
         self.head_dim, self.head_dim_v = pad(problem.head_dim, 16), width_of(problem.head_dim_v)
         if problem.head_dim_v <= _NARROW:
             self.head_dim_v = _NARROW
@@ -188,9 +226,13 @@ class Cut:
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and described:
-            tile = tile._replace(q_stages=2)  # what partial tiles' keys say of their rows takes the third one's place
+        if widest == 128 and (described or self._splits):
+            tile = tile._replace(q_stages=2)  # what keys come with takes the third one's place
         return tile
+
+    @property
+    def _splits(self) -> bool:
+        return self.split_bias or self.split_score is not None
 
     @property
     def _is_described(self) -> bool:
@@ -201,10 +243,11 @@ class Cut:
         """Whether three warpgroups have no registers for what is done to single elements."""
         problem, score = self.problem, self.problem.score
         if score is not None:
-            short = len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J)
+            short = (len(order(score.root)) <= _SHORT_FUNCTION and not reads(score, J)) or self.split_score is not None
             if not short or addend(score.root) is None or problem.masks or problem.dropout:
                 return True
-        changed = problem.softcap is not None or bool(self.bias_form) or problem.out_dtype != problem.dtype
+        biased = bool(self.bias_form) and (not self.split_bias or problem.dropout or self._is_described)
+        changed = problem.softcap is not None or biased or problem.out_dtype != problem.dtype
         return changed or is_walked(problem)
 
     def _biased_tile(self) -> Tile:
@@ -232,11 +275,13 @@ class Cut:
         boolean = "boolean" in problem.masks
         masks = block_n * (16 * ("column" in problem.masks) + boolean * block_m // 8)  # intervals, and bits
         tiled = cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES
-        bias = {"tiles": tiled, "keys": 4 * block_n + _KEY_BIAS_BYTES}.get(self.bias_form, 0)
+        bias = {"tiles": tiled, "keys": 4 * block_n + KEY_BIAS_BYTES}.get(self.bias_form, 0)
+        bias = KEY_BIAS_BYTES * block_n if self._splits else bias
         tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + masks + bias)
+        tiles += HALVES_BYTES * self._splits
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
-        mail += 24 * bool(self.bias_form)
+        mail += 24 * (bool(self.bias_form) or self.split_score is not None)
         return pad(tiles + barriers, 16) + mail
 
     def slow_reason(self, device: Device) -> str | None:
@@ -269,7 +314,7 @@ class Cut:
         return {
             **problem_constants(problem),
             **tile._asdict(),
-            **scaling(problem),
+            **scaling(problem, self.split_bias, self.split_score),
             "reads_keys": problem.score is not None and (problem.runs or reads(problem.score, J)),
             "bias_shared": self._shares_bias,
             **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},

@@ -166,6 +166,9 @@ TILES, LOADS = (
 )
 BIASED = [
     (problem(64, bias=BF16), KEYS),
+    (problem(64, bias=BF16, masks=("column",), deterministic=True), KEYS),
+    (problem(128, bias=BF16), KEYS),
+    (problem(128, bias=BF16, kv_heads=4, band=CAUSAL), KEYS),
     (problem(128, bias=BF16, dropout=6554, band=CAUSAL), KEYS),
     (problem(64, bias=BF16), TILES[Dbias.STORED]),
     (problem(128, bias=BF16, masks=("column",), deterministic=True), TILES[Dbias.STORED]),

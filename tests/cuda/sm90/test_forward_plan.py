@@ -9,11 +9,13 @@ import cuattn.masks.function  # noqa: F401 - its kind is known when it is import
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
+from cuattn.cuda.sm90.backward import Cut as BackwardCut
 from cuattn.cuda.sm90.forward import Cut, bias_form, unsupported_reason
 from cuattn.problem import DTYPES, Band, Problem
-from tests.cuda.cases import BF16, F16
+from tests.cuda import scores
+from tests.cuda.cases import BF16, F16, Case
 from tests.cuda.nvrtc import kernel_resources
-from tests.cuda.recording import H200, array
+from tests.cuda.recording import H200, array, prepared, scored
 
 ARCH = "sm_90a"
 FLOAT32 = np.dtype(np.float32)
@@ -118,6 +120,37 @@ def test_how_a_bias_comes(shape, dtype, options, form):
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "split"),
+    [
+        ("alibi", {}, (True, True)),
+        ("alibi", {"dropout_p": 0.5, "rng": 1}, (False, False)),
+        ("alibi", {"softcap": 3.0}, (False, False)),
+        ("key_bias", {}, (True, False)),
+        ("key_bias", {"scale": 0.0}, (False, False)),
+        ("relative_table", {}, (False, False)),
+        ("gated", {}, (False, False)),
+    ],
+)
+def test_what_tensor_cores_add_of_functions(name, changes, split):
+    case = Case("added", options=changes)
+    for operation, cut in (("forward", Cut), ("backward", BackwardCut)):
+        constants = cut(scored(prepared(case, operation), scores.SCORES[name](case)).problem).constants
+        assert (constants["split_score"], constants["row_offsets"]) == split
+        assert constants["prescaled"] is not split[0]
+
+
+def test_what_tensor_cores_add_of_biases():
+    keys = array((2, 1, 1, 4096), FLOAT32)
+    for changes, split in (
+        ({}, True),
+        ({"softcap": 3.0}, False),
+        ({"masks": ("block",)}, False),
+        ({"head_dim": 192}, False),
+    ):
+        assert Cut(problem(**{"bias": FLOAT32, **changes}), keys).constants["split_bias"] is split
+
+
+@pytest.mark.parametrize(
     ("address", "stride", "good"), [(16, 32, True), (8, 32, False), (16, 24, False), (16, -16, False)]
 )
 def test_tensor_map_conditions(address, stride, good):
@@ -164,7 +197,10 @@ def cuts() -> list[Cut]:
     rows, keys = array((1, 1, 1, 4096), FLOAT32), array((2, 16, 4096, 1), FLOAT32)
     broadcast = [
         Cut(problem(64, bias=FLOAT32), rows),
+        Cut(problem(64, bias=FLOAT32, masks=("column",), band=CAUSAL), rows),
+        Cut(problem(64, bias=FLOAT32, dropout=6554), rows),
         Cut(problem(128, bias=FLOAT32), rows),
+        Cut(problem(128, bias=FLOAT32, softcap=3.0), rows),
         Cut(problem(256, bias=FLOAT32, masks=("column",), dropout=6554), rows),
         Cut(problem(128, bias=FLOAT32, band=CAUSAL), keys),
     ]
