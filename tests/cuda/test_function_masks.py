@@ -8,9 +8,11 @@ import pytest
 from cuattn.cuda import call, families, source
 from cuattn.cuda.params import MASK_PARAMS, PARAMS
 from cuattn.masks import BooleanMask, causal_document, from_function
+from tests.cuda.cases import bias_of, sized
 from tests.cuda.nvrtc import resources
-from tests.cuda.recording import H200, operands
+from tests.cuda.recording import H200, operands, prepared, scored
 from tests.cuda.recording import driver as driver
+from tests.cuda.scores import SCORES
 from tests.cuda.sm90.test_forward_plan import problem as problem_of
 
 N = 4096
@@ -65,6 +67,35 @@ def test_few_bits_are_computed_ahead(n, kind, driver):
     same = [one._found[1:4] == other._found[1:4] for one, other in zip(made._kernels, boolean._kernels, strict=True)]
     assert all(same) == (kind == "boolean")
     assert (made._tables[0].nbytes > n * n // 8) == (kind == "boolean")
+
+
+READS_BITS = "sm90/fwd.cu", "sm90/bwd.cu", "sm90/bwd_convert.cu", "util/bwd_preprocess.cu"
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"head_dim": 64, "head_dim_v": 64, "dropout": 0.1}, {"head_dim": 256, "head_dim_v": 256}, {"head_dim_v": 192}],
+    ids=str,
+)
+def test_elements_are_computed_ahead_only_for_kernels_that_read_bits(operation, changes, driver):
+    """Others would look for the elements of a boolean mask, and there is none."""
+    p = problem_of(masks=("function",), operation=operation, **changes)
+    made = families.launch_sequence(p, operands(p), [NEIGHBOURS])
+    packed = {table._problem.masks for table in made._tables} == {("boolean",)}
+    assert packed == (operation == "forward" or max(p.head_dim, p.head_dim_v) <= 128)
+    assert not packed or {kernel._found[1] for kernel in made._kernels} <= {*READS_BITS}
+
+
+@pytest.mark.parametrize("score", [None, "gated"])
+def test_passes_ask_the_function(score, driver):
+    case = sized("visible", 300, 400, bias=None if score else bias_of(0, 1, 1, 1))
+    call = prepared(
+        case._replace(mask=lambda *_: from_function(lambda b, h, i, j: (i + j) % 3 > 0, 300, 400)), "backward"
+    )
+    call = scored(call, SCORES[score](case)) if score else call
+    made = families.launch_sequence(call.problem, call.operands, call.masks)
+    assert {table._problem.masks for table in made._tables} == {("function",)}
 
 
 def test_arguments(driver):
