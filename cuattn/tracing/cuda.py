@@ -3,7 +3,7 @@
 The text is made of the graph alone and names everything by numbers, so that equal graphs give equal texts, which
 compile once, and nothing that a user wrote reaches the compiler.  It is a namespace ``traced``::
 
-    struct Arguments { ... };                    // numbers, arrays and their strides: a kernel parameter
+    struct alignas(8) Arguments { ... };         // numbers, arrays and their strides: a kernel parameter
     struct Head { ... };                         // what depends on b and h alone,
     struct Row { ... };                          // on i too,
     struct Key { ... };                          // or on j too, and is worth computing once
@@ -139,8 +139,8 @@ def source(
     >>> from cuattn.tracing.functions import trace
     >>> bound = trace(lambda s, b, h, i, j: s + 0.5 * (j - i)).bind()
     >>> made = source({"score": [bound.root]}, facts(bound))
-    >>> print(made.text[made.text.index("struct Arguments"):])  # doctest: +ELLIPSIS
-    struct Arguments {
+    >>> print(made.text[made.text.index("struct alignas"):])  # doctest: +ELLIPSIS
+    struct alignas(8) Arguments {
         float number0;
     };
     ...
@@ -188,7 +188,8 @@ class Writer:
     def assembled(self, header: str, parts: Sequence[str]) -> Source:
         """Return the text of some parts, behind the structure of what they use."""
         self._fields = self._fields or {"nothing": "int"}
-        arguments = _struct("Arguments", [_declared(kind, name) for name, kind in self._fields.items()])
+        members = [_declared(kind, name) for name, kind in self._fields.items()]
+        arguments = _struct("alignas(8) Arguments", members)  # so that what a kernel takes behind them lies alike
         begin = [f'#include "{header}"', f"namespace {self._namespace} {{", f"using acc = {self._acc};", arguments]
         text = "\n".join([*begin, *parts])
         layout = [(name, np.uint64 if kind.endswith("*") else _WIDE[kind]) for name, kind in self._fields.items()]

@@ -4,7 +4,7 @@ What depends on rows or on keys alone is computed for each of them, and its leas
 found; the rest of the function is bounded tile by tile with the rules of ``attn/bounds.cuh``.  The text is a namespace
 ``traced``, as that of :mod:`cuattn.tracing.cuda`::
 
-    struct Arguments { ... };
+    struct alignas(8) Arguments { ... };
     constexpr int row_count, key_count;          // how many values rows and keys have
     void row_values(const Arguments&, int b, int h, int i, double* values);
     void key_values(const Arguments&, int b, int h, int j, double* values);

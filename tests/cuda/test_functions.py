@@ -8,13 +8,15 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.functions import Functions
-from cuattn.cuda.params import PARAMS
+from cuattn.cuda.params import PARAMS, derived
+from cuattn.masks import from_function
 from cuattn.problem import ScoreFunction
 from cuattn.tracing import SCORE, facts, trace
 from tests.cuda.cases import case_of
 from tests.cuda.sm80.test_forward_plan import problem_of
 
 TABLE, DOC = np.zeros((4, 99), np.float16), np.zeros((2, 3, 500), np.int64)
+PLACES = np.arange(100) % 7
 
 
 def functions_of(function, args=(), name="d64", operation="forward"):
@@ -31,19 +33,47 @@ def everything(s, b, h, i, j, table, doc, cap, flag, step):
     return np.where(flag, cap * np.tanh(s / cap), s) + read * 1.5 + i * step
 
 
+def visible(b, h, i, j):
+    return (j - i) % (4 + h) < 3
+
+
+def near(b, h, i, j):
+    return np.sin(0.25 * i) + PLACES[j] > h
+
+
+@pytest.mark.parametrize("shown", [None, visible, near])
+@pytest.mark.parametrize(
+    ("score", "args"),
+    [
+        (everything, (TABLE, DOC, 30.0, True, 2**40)),
+        (lambda s, b, h, i, j, x: s + x, (0.75,)),  # a number of the sums' type alone
+        (lambda s, b, h, i, j: s + h, ()),
+    ],
+    ids=["everything", "a number", "nothing"],
+)
 @pytest.mark.parametrize("name", ["d64", "float64 d64"])
-def test_the_struct_is_what_python_fills(name):
-    made, _ = functions_of(everything, (TABLE, DOC, 30.0, True, 2**40), name)
-    checks = [f"static_assert(sizeof(Params) == {made.dtype.itemsize});"]
-    for field in made.dtype.names[len(PARAMS) :]:
-        at = made.dtype.fields[field][1] - PARAMS.itemsize
-        member = field.removeprefix("traced.")
-        checks.append(f'static_assert(__builtin_offsetof(traced::Arguments, {member}) == {at}, "{field}");')
-    checks.append(f"static_assert(sizeof(CoreParams) == {PARAMS.itemsize});")
-    program = source.flatten_text(
-        '#include "attn/params.cuh"\n' + "\n".join(checks), "check.cu", None, source.functions_text(made.text, "")
-    )
-    compiler.compile_log(program, "sm_80")
+def test_the_structs_are_what_python_fills(name, score, args, shown):
+    """Each function's arguments, and what a kernel takes behind them."""
+    made, _ = functions_of(score, args, name)
+    mask = shown and from_function(shown, 100, heads=2).generated["visible"]
+    both = derived(made.dtype, mask.arguments.dtype, "traced::mask.") if mask else made.dtype
+    dtype = derived(both, np.dtype([("last", np.int32), ("behind", np.uint64)], align=True), "Own.")
+    lines = ["struct Own { i32 last; u64 behind; };", "struct All : Params, Own {};"]
+    lines += [f"static_assert(sizeof(CoreParams) == {PARAMS.itemsize});"]
+    lines += [f"static_assert(sizeof(Params) == {both.itemsize});", f"static_assert(sizeof(All) == {dtype.itemsize});"]
+    for number, field in enumerate(dtype.names[len(PARAMS) :]):
+        struct, _, member = field.rpartition(".")
+        of = "Own" if struct == "Own" else f"{struct}::Arguments"
+        lines.append(f"struct Of{number} : All {{ using {of}::{member}; }};")  # one of two members of that name
+        at = dtype.fields[field][1]
+        lines.append(f'static_assert(__builtin_offsetof(Of{number}, {member}) == {at}, "{field}");')
+    texts = source.functions_text(made.text, mask.text if mask else "")
+    text = source.flatten_text('#include "attn/params.cuh"\n' + "\n".join(lines), "check.cu", None, texts)
+    compiler.compile_log(text, "sm_80")
+
+
+def test_arrays_lie_where_operands_do():
+    made, _ = functions_of(everything, (TABLE, DOC, 30.0, True, 2**40))
     assert made.slots == {"traced.array0": "score0", "traced.array1": "score1"}
     assert made.values["traced.stride1_1"] == 500
 
