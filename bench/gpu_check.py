@@ -8,7 +8,8 @@ from git here, or handed in where the copy has no .git (``--trees`` or ``$CUATTN
 of all features runs, and property tests look at more examples.
 
 Compiling kernels and computing oracles keeps processors busier than the GPU, so the tests run in several processes
-(pytest-xdist), each with one BLAS thread.  Interrupted, it reports what has run.
+(pytest-xdist), each with one BLAS thread.  One whose GPU context breaks is replaced.  Interrupted, it reports what has
+run.
 """
 
 import argparse
@@ -30,6 +31,24 @@ REPORT = ROOT / "bench" / "results" / "gpu-tests.json"
 TREES = ("kernels", "cuattn", "tests")
 EXAMPLES = {False: "20", True: "400"}  # of each property, by --full: every example may compile kernels of its own
 ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+BREAKING = range(700, 720)  # cudaError: an illegal address, a failed launch and the like, after which a context is lost
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish():
+    """End a process in which nothing can be computed any more, so that its other tests run in a new one."""
+    if "PYTEST_XDIST_WORKER" in os.environ and context_is_broken(sys.modules.get("cupy")):
+        os._exit(1)
+
+
+def context_is_broken(cupy):
+    """Return whether a process has lost its GPU; without CuPy it has none to lose."""
+    try:
+        if cupy is not None:
+            cupy.cuda.runtime.deviceSynchronize()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return error.status in BREAKING
+    return False
 
 
 class Collector:
@@ -52,7 +71,7 @@ class Collector:
         passed, failed, broken, skipped = (
             self.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")
         )
-        failed = [*failed, *broken]
+        failed = list({test.nodeid: test for test in [*broken, *reversed(failed)]}.values())[::-1]  # what it said first
         return {
             "counts": {"passed": len(passed), "failed": len(failed), "skipped": len(skipped)},
             "failures": [{"test": test.nodeid, "error": reason(test.longrepr)} for test in failed],
@@ -62,7 +81,8 @@ class Collector:
 
 def run(tests, workers, collector):
     """Run the marked tests in several processes; return pytest's exit status."""
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--strict-markers", "-m", "gpu", "-n", str(workers)]
+    plugins = "-p no:cacheprovider -p bench.gpu_check"
+    options = f"-q {plugins} -o addopts= --strict-markers -m gpu -n {workers}".split()
     return int(pytest.main([*options, "--dist", "worksteal", *tests], plugins=[collector]))
 
 

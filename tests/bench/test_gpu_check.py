@@ -40,3 +40,35 @@ def test_outcomes_are_counted(tmp_path, workers):
     assert [failure["test"].rpartition("::")[2] for failure in report["failures"]] == ["test_wrong", "test_broken"]
     assert "assert 1 == 2" in report["failures"][0]["error"]
     assert not report["unfinished"]
+
+
+BREAKING = """
+import sys, types
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+class Lost(Exception):
+    status = 700
+
+@pytest.mark.parametrize("i", range(8))
+def test_others(i):
+    assert "cupy" not in sys.modules
+
+def test_breaks():
+    def synchronize():
+        raise Lost("an illegal memory access was encountered")
+    runtime = types.SimpleNamespace(deviceSynchronize=synchronize, CUDARuntimeError=Lost)
+    sys.modules["cupy"] = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+    synchronize()
+"""
+
+
+def test_a_process_that_loses_its_gpu_is_replaced(tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: needs a GPU"]\n')
+    (tmp_path / "test_lost.py").write_text(BREAKING)
+    collector = gpu_check.Collector()
+    assert gpu_check.run([f"--rootdir={tmp_path}", str(tmp_path)], 1, collector) == 1
+    report = collector.report()
+    assert report["counts"] == {"passed": 8, "failed": 1, "skipped": 0}
+    assert "illegal memory access" in report["failures"][0]["error"]
