@@ -44,9 +44,10 @@ def takes_few_bits(problem: Problem, leading: Sequence[int]) -> bool:
 def reads_bits_alone(problem: Problem) -> bool:
     """Return whether no kernel of a call asks a mask for single elements.
 
-    A backward's kernels beside the main one do: that of dq for wide heads, the passes for biases and arrays.
+    A backward's kernels beside the main one do: that of dq for wide heads, or beside slopes, and the passes for biases
+    and arrays.
     """
-    alone = problem.bias is None and problem.score is None
+    alone = problem.bias is None and problem.score is None and problem.softcap is None
     return problem.operation == "forward" or (alone and max(problem.head_dim, problem.head_dim_v) <= _BITS_HEAD_DIM)
 
 
