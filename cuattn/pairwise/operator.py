@@ -37,6 +37,7 @@ def linear_operator(
     <bandwidth>
     ridge : float, default 0
         Added to the diagonal; needs M == N.
+    <kernel_function>
     <options>
 
     Returns

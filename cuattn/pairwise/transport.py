@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,16 @@ class ConvergenceWarning(RuntimeWarning):
     """An iteration ended before its error was below `tol`."""
 
 
-@dataclass(frozen=True)
-class Sinkhorn:
+class _Sinkhorn(NamedTuple):
+    cost: Any
+    f: Any
+    g: Any
+    n_iters: int
+    error: float | None
+    converged: bool | None
+
+
+class Sinkhorn(_Sinkhorn):
     """The result of :func:`sinkhorn`.
 
     Attributes
@@ -40,13 +48,7 @@ class Sinkhorn:
         Whether it is at most `tol`.
     """
 
-    cost: Any
-    f: Any
-    g: Any
-    n_iters: int
-    error: float | None
-    converged: bool | None
-    _plans: Any = field(repr=False)
+    _plans: _Plans
 
     def gradient(self) -> tuple[Any, Any]:
         """Return the gradients of the cost by the points, (dx, dy), by the envelope theorem.
@@ -69,7 +71,7 @@ class Sinkhorn:
         >>> import numpy as np
         >>> from cuattn import pairwise
         >>> x, y = np.array([[0.0], [1.0]]), np.array([[5.0], [9.0]])
-        >>> pairwise.sinkhorn(x, y, eps=0.2).barycentric_map().round(1)
+        >>> pairwise.sinkhorn(x, y, eps=0.2, tol=0.01).barycentric_map().round(1)
         array([[5.],
                [9.]])
         """
@@ -226,7 +228,9 @@ def sinkhorn(
                 stacklevel=2,
             )
         f, g = (pairs.give(eps * potential) for potential in (plan.f, plan.g))
-        return Sinkhorn(pairs.give(cost), f, g, taken, error, converged, _Plans(plan, selves))
+        found = Sinkhorn(pairs.give(cost), f, g, taken, error, converged)
+        found._plans = _Plans(plan, selves)
+        return found
 
 
 def _log_weights(pairs: Pairs, name: str, points: str) -> Any:
