@@ -21,7 +21,7 @@ from cuattn.masks.intervals import FULL, SKIP
 from cuattn.pairwise.functions import FUNCTIONS, KernelFunction, least, power_of_2
 from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 
-_ROWS, _KEYS = 128, 512  # of a tile: with its products in float64 it fits a core's share of the second cache
+_ROWS, _KEYS = 256, 256  # of a tile: with its products in float64 it fits a core's share of the second cache
 _NANOSECONDS = 1.0  # of a pair
 _LOST = 2.0**-21  # of the square of a distance from the centre, what float32 products lose
 _WORTH_TELLING = 0.01
@@ -68,7 +68,7 @@ class Rows:
         self._x, self._y, self._function, self._factor = x, y, function, factor
         self._masks, self._transposed, self._exact = masks, transposed, exact
         self.batch, (self._rows, self._dim) = x.shape[:-2], x.shape[-2:]
-        self._keys, self._dtype = y.shape[-2], x.dtype
+        self._keys, self._dtype, self._scale = y.shape[-2], x.dtype, factor * function.base
         self._operands: dict[Index, Operands] = {}
         self.turns, self.lost = _Turns(), 0.0
         self.sizes = [cdiv(self._rows, _ROWS)] * math.prod(self.batch)
@@ -93,19 +93,22 @@ class Rows:
         """Return a row tile of one of the batch's matrices."""
         index = tuple(map(int, np.unravel_index(group, self.batch))) if self.batch else ()
         if index not in self._operands:
-            self._operands[index] = operands(self._x[index], self._y[index], self._exact)
-            self.lost = max(self.lost, _LOST * (self._operands[index].reach / 2) ** 2 * self._factor)
+            found = operands(self._x[index], self._y[index], self._exact)
+            self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 * self._factor)
+            if self._wanted.logs:
+                found = found.with_logs(self._wanted.key_log[index] * _LOG2_E, self._scale)
+            self._operands[index] = found
         return index, number
 
     def _tile(self, item: tuple[Index, int]) -> None:
         """Sum over all keys for a tile of rows."""
         index, tile = item
-        left, right, centre, reach = self._operands[index]
-        bounded = reach**2 * self._factor * self._function.base < 0.9 * -least(self._dtype)
+        left, right, centre, reach, logs, span = self._operands[index]
+        bounded = reach**2 * self._scale + span < 0.9 * -least(self._dtype)
         rows = slice(tile * _ROWS, min((tile + 1) * _ROWS, self._rows))
         instances = [mask.instance(index) for mask in self._masks]
         states = self._states(instances, tile)
-        sums = _LogSum(rows.stop - rows.start, self._dtype) if self._wanted.logs else None
+        sums = _LogSum(rows.stop - rows.start, self._dtype, bounded) if self._wanted.logs else None
         products = np.empty((_ROWS, _KEYS), left.dtype)
         for number in range(cdiv(self._keys, _KEYS)):
             if states is not None and states[number] == SKIP:
@@ -115,13 +118,13 @@ class Rows:
             own = products.ravel()[: (rows.stop - rows.start) * (keys.stop - keys.start)]
             own = own.reshape(rows.stop - rows.start, -1)
             np.matmul(left[rows], right[:, keys], out=own)
-            s = np.multiply(own, -self._factor * self._function.base, dtype=self._dtype, casting="same_kind")
+            s = np.multiply(own, -self._scale, dtype=self._dtype, casting="same_kind")
             if sums is not None:
-                sums.add(s, self._wanted.key_log[index][keys], hidden)
+                sums.add(s, hidden)
             else:
                 self._add((*index, rows), (*index, keys), s, hidden, centre, bounded)
         if sums is not None:
-            self._results.logs[index][rows] = sums.total()
+            self._results.logs[index][rows] = (sums.total() + logs) / _LOG2_E
 
     def _add(self, rows: tuple, keys: tuple, s: ndarray, hidden: Any, centre: ndarray, bounded: bool) -> None:
         """Add what one tile has to sums and slopes."""
@@ -173,26 +176,32 @@ class Rows:
 
 
 class _LogSum:
-    """The logarithm of a sum of exponentials, row by row, from tiles: the sum l relative to 2^m."""
+    """The base-2 logarithm of a sum of powers of 2, row by row, from tiles: the sum l relative to 2^m.
 
-    def __init__(self, rows: int, dtype: np.dtype) -> None:
-        self._m, self._l = np.full(rows, -np.inf, dtype), np.zeros(rows)
+    Of `bounded` exponents, at most 0 and not far from it, m stays 0.
+    """
 
-    def add(self, s: ndarray, key_log: ndarray, hidden: Any) -> None:
-        """Add 2^(s + key_log log2 e) of a tile."""
-        s += key_log * s.dtype.type(_LOG2_E)
-        if hidden is not None:
-            np.copyto(s, -np.inf, where=hidden)
-        m = np.maximum(self._m, s.max(-1))
-        reference = np.where(np.isfinite(m), m, 0)
-        s -= reference[:, None]
-        self._l *= np.exp2(self._m - reference, dtype=np.float64)
-        self._l += power_of_2(s) @ np.ones(s.shape[1], s.dtype)
-        self._m = m
+    def __init__(self, rows: int, dtype: np.dtype, bounded: bool) -> None:
+        self._m, self._l, self._bounded = np.full(rows, 0 if bounded else -np.inf, dtype), np.zeros(rows), bounded
+
+    def add(self, s: ndarray, hidden: Any) -> None:
+        """Add 2^s of a tile."""
+        if not self._bounded:
+            if hidden is not None:
+                np.copyto(s, -np.inf, where=hidden)
+            m = np.maximum(self._m, s.max(-1))
+            reference = np.where(np.isfinite(m), m, 0)
+            s -= reference[:, None]
+            self._l *= np.exp2(self._m - reference, dtype=np.float64)
+            self._m = m
+        powers = power_of_2(s, self._bounded)
+        if self._bounded and hidden is not None:
+            np.copyto(powers, 0, where=hidden)
+        self._l += powers @ np.ones(s.shape[1], s.dtype)
 
     def total(self) -> ndarray:
-        """Return the natural logarithm."""
-        return (self._m + np.log2(self._l)) / _LOG2_E
+        """Return the logarithm."""
+        return self._m + np.log2(self._l)
 
 
 def product(k: ndarray, v: ndarray, hidden: Any) -> ndarray:
@@ -203,12 +212,25 @@ def product(k: ndarray, v: ndarray, hidden: Any) -> ndarray:
 
 
 class Operands(NamedTuple):
-    """Matrices whose product has the squared distances of points, the points' centre, and a bound of the distances."""
+    """Matrices whose product has the squared distances of points, the points' centre, and a bound of the distances.
+
+    With logarithms of the keys it has, times the scale of distances, these less the logarithms, but for the greatest.
+    """
 
     left: ndarray
     right: ndarray
     centre: ndarray
     reach: float
+    greatest: float = 0.0
+    span: float = 0.0
+
+    def with_logs(self, logs: ndarray, scale: float) -> Operands:
+        """Return the operands with logarithms of the keys."""
+        logs, finite = logs.astype(np.float64), bool(np.isfinite(logs).all())
+        greatest, span = (float(logs.max()), float(np.ptp(logs))) if finite else (0.0, math.inf)
+        column = np.divide(greatest - logs, scale, dtype=np.float64).astype(self.right.dtype)
+        left = np.concatenate([self.left, np.ones_like(self.left[:, :1])], -1)
+        return self._replace(left=left, right=np.concatenate([self.right, column[None]]), greatest=greatest, span=span)
 
 
 def operands(x: ndarray, y: ndarray, exact: bool) -> Operands:
