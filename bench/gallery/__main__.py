@@ -10,6 +10,8 @@ import importlib
 import time
 from pathlib import Path
 
+from PIL import Image
+
 from bench import style
 from bench.rows import RESULTS
 
@@ -25,7 +27,11 @@ def main():
     for name in arguments.names or EXAMPLES:
         start = time.perf_counter()
         figure = importlib.import_module(f"bench.gallery.{name}").figure()
-        style.save(figure, arguments.folder / f"gallery-{name}.png")
+        path = arguments.folder / f"gallery-{name}.png"
+        style.save(figure, path)
+        with Image.open(path) as drawn:
+            few = drawn.convert("RGB").quantize(256)
+        few.save(path, optimize=True)
         print(f"{name}: {time.perf_counter() - start:.1f} s")
 
 

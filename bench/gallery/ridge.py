@@ -28,10 +28,10 @@ def figure(count=None, bandwidths=(0.3, 0.6, 1.0, 1.6, 2.5, 4.0)):
     found = [accuracy(train, labels, test, expected, bandwidth) for bandwidth in bandwidths]
     shares = [share for share, _ in found]
     read = found[int(np.argmax(shares))][1]
-    drawn, axes = panels(9, 2.0, 2.0, rows=1)
+    drawn, axes = panels(5, 2.4, 2.4)
     axes[0].plot(bandwidths, shares, "o-", color=OURS)
-    axes[0].set(xscale="log", xlabel="bandwidth", title=f"read right: {max(shares):.1%}")
-    wrong = np.flatnonzero(read != expected)[:8]
+    axes[0].set(xlabel="bandwidth", title=f"read right: {max(shares):.1%}")
+    wrong = np.flatnonzero(read != expected)[:4]
     for axis in axes[1:]:
         axis.set_axis_off()
     for axis, index in zip(axes[1:], wrong, strict=False):
