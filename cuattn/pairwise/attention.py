@@ -16,6 +16,8 @@ from cuattn.pairwise.functions import FUNCTIONS
 from cuattn.pairwise.pairs import DIRECT_DIM, Pairs
 from cuattn.results import Forward
 
+_LOWEST = -1e30  # a score that is as good as hidden, and of which products stay finite
+
 
 class Attention:
     """The operands of attention for a call's points.
@@ -34,10 +36,7 @@ class Attention:
         centre = y.mean(tuple(range(y.ndim - 1)), dtype=np.float64) if y.size else 0.0
         scaled = [((p.astype(np.float64) - centre) * self._root).astype(self._work) for p in (x, y)]
         self._x, self._y = scaled
-        squares = [-(p * p).sum(-1, keepdims=True) for p in scaled]
-        ones = [xp.ones_like(p) for p in squares]
-        self._q = xp.concatenate([2 * self._x, squares[0], ones[0]], -1)
-        self._k = xp.concatenate([self._y, ones[1], squares[1]], -1)
+        self._squares = [(p * p).sum(-1) for p in scaled]
         self._options: dict[str, Any] = {
             "mask": pairs.given_mask,
             "window": pairs.window,
@@ -50,21 +49,41 @@ class Attention:
     def _cast(self, array: Any) -> Any:
         return self._pairs.xp.ascontiguousarray(array.astype(self._work, copy=False))
 
-    def _bias(self, key_log: Any) -> Any:
-        return None if key_log is None else self._cast(key_log)[..., None, :]
+    def _columns(self, key_log: Any = None) -> tuple[Any, Any]:
+        """Return q and k, whose products are -w + key_log."""
+        xp, (of_x, of_y) = self._pairs.xp, self._squares
+        of_key = -of_y if key_log is None else xp.maximum(self._cast(key_log) - of_y, _LOWEST)
+        ones = [xp.ones_like(of)[..., None] for of in self._squares]
+        q = xp.concatenate([2 * self._x, -of_x[..., None], ones[0]], -1)
+        return q, xp.concatenate([self._y, ones[1], of_key[..., None]], -1)
+
+    def _forward(self, v: Any, key_log: Any = None) -> tuple[Any, Any]:
+        """Return o and the logarithm of the rows' sums, with the keys' logarithms as weights.
+
+        What the Gaussian has of keys alone is a bias of them, and of rows alone is added last, so that vectors stay as
+        short as points are.
+        """
+        if self._options["score"] is not None:
+            found = api.forward(*self._columns(), v, **self._options)
+            return found.o, found.lse
+        of_x, of_y = self._squares
+        bias = (-of_y if key_log is None else self._cast(key_log) - of_y)[..., None, :]
+        found = api.forward(2 * self._x, self._y, v, bias=bias, **self._options)
+        with np.errstate(divide="ignore"):
+            return found.o, (found.m - of_x) + self._pairs.xp.log(found.l)
 
     def sums(self, v: Any) -> Any:
         """Return sum_j k_ij v_j."""
-        found = api.forward(self._q, self._k, self._cast(v), **self._options)
-        return found.o * (found.l * self._pairs.xp.exp(found.m))[..., None]
+        o, logs = self._forward(self._cast(v))
+        return o * self._pairs.xp.exp(logs)[..., None]
 
     def zeros(self, u: Any) -> Any:
         """Return as many zeros for each key as u has columns."""
-        return self._pairs.xp.zeros((*self._k.shape[:-1], u.shape[-1]), self._work)
+        return self._pairs.xp.zeros((*self._y.shape[:-1], u.shape[-1]), self._work)
 
     def logs(self, key_log: Any) -> Any:
         """Return log sum_j exp(key_log_j - w_ij)."""
-        return api.forward(self._q, self._k, self._k[..., :0], bias=self._bias(key_log), **self._options).lse
+        return self._forward(self._y[..., :0], key_log)[1]
 
     def slopes(self, u: Any, v: Any, row_log: Any = None, key_log: Any = None) -> tuple[Any, Any, Any, Any]:
         """Return the gradients of sum_ij (u_i . v_j) k_ij by the points and v, and by the logarithm of their scale.
@@ -73,13 +92,13 @@ class Attention:
         """
         xp, d = self._pairs.xp, self._pairs.dim
         u, v = self._cast(u), self._cast(v)
-        shape = self._q.shape[:-1]
+        shape = self._x.shape[:-1]
         l, m = xp.ones(shape, self._work), xp.zeros(shape, self._work)
         if row_log is not None:  # a row of weight 0 is an empty one
             l = self._cast(row_log > -xp.inf)
             m = xp.where(l > 0, -self._cast(row_log), -xp.inf)
         fwd = Forward(xp.zeros_like(u), l, m, None)
-        dq, dk, dv, _ = api.backward(u, self._q, self._k, v, fwd, bias=self._bias(key_log), **self._options)
+        dq, dk, dv, _ = api.backward(u, *self._columns(key_log), v, fwd, **self._options)
         dx = 2 * (dq[..., :d] - self._x * dq[..., d : d + 1])
         dy = dk[..., :d] - 2 * self._y * dk[..., d + 1 :]
         # The sum depends on the scaled points alone, by their differences: Euler's theorem gives the rest.
