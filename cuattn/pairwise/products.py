@@ -28,8 +28,8 @@ _PARAGRAPHS = {
     precision : {None, "float64", "tf32"}, optional
         "float64" computes in float64 and rounds the result; "tf32" permits products in TF32 above 8 coordinates.
     kernel : {None, "cpu", "direct", "sm80", "sm90"}, optional
-        What computes: on a GPU differences of coordinates ("direct", up to 8 of them and without masks) or the named
-        family of attention kernels; None lets the plan choose.""",
+        What computes: on a GPU differences of coordinates ("direct", without masks, up to 32 of them or 8 in float64)
+        or the named family of attention kernels; None lets the plan choose.""",
     "errors": """ShapeError, DtypeError, ArgumentError, MaskError, UnsupportedError
         When an argument does not fit; the message names it, its value and what was expected.""",
     "accuracy": """Up to 8 coordinates distances are as good as sums of squared differences.  Above, float32 takes them
@@ -79,14 +79,12 @@ def engine(pairs: Pairs) -> Any:
         return host
     if wanted == "cpu":
         raise UnsupportedError("kernel is 'cpu' but x is on a GPU; expected an array in host memory")
-    takes = pairs.is_direct and not pairs.masks
-    if wanted == "direct" and not takes:
-        raise UnsupportedError("kernel is 'direct'; expected at most 8 coordinates and no mask")
-    if wanted in (None, "direct") and takes:
-        from cuattn.pairwise import device
+    from cuattn.pairwise import device
 
-        return device
-    return None
+    takes = pairs.dim <= device.MOST_DIM[pairs.work.itemsize] and not pairs.masks
+    if wanted == "direct" and not takes:
+        raise UnsupportedError("kernel is 'direct'; expected at most 32 coordinates (8 in float64) and no mask")
+    return device if takes and wanted in (None, "direct") else None
 
 
 @public

@@ -17,6 +17,8 @@ CASES = {
     "softmin": (F32, "gaussian", 3, 0, Wanted(logs=True)),
     "gradient": (F32, "matern52", 8, 8, Wanted(slopes=True, sums=True)),
     "softmin gradient": (F32, "gaussian", 3, 1, Wanted(row_log=LOGS, key_log=LOGS, slopes=True, sums=True)),
+    "many coordinates": (F32, "gaussian", 32, 1, Wanted(sums=True)),
+    "their gradient": (F32, "matern52", 32, 1, Wanted(slopes=True, sums=True)),
     "float64": (F64, "laplacian", 8, 8, Wanted(slopes=True, sums=True)),
 }
 

@@ -25,7 +25,10 @@ def check(found, exact, plain, slack):
 
 
 @pytest.mark.parametrize("given", [np.float32, np.float64])
-@pytest.mark.parametrize(("kernel", "d", "p", "batch"), [(k, 3, 1, ()) for k in KERNELS] + [("gaussian", 8, 11, (2,))])
+@pytest.mark.parametrize(
+    ("kernel", "d", "p", "batch"),
+    [(k, 3, 1, ()) for k in KERNELS] + [("gaussian", 8, 11, (2,)), ("matern52", 28, 2, ())],
+)
 def test_products_and_gradients(given, kernel, d, p, batch):
     problem = Problem(d, p, 300, 1500, 10.0, given, batch)
     x, y, b, da = up(problem.x, problem.y, problem.b, problem.da)
@@ -39,14 +42,14 @@ def test_products_and_gradients(given, kernel, d, p, batch):
 
 @pytest.mark.parametrize("given", [np.float32, np.float64])
 @pytest.mark.parametrize("spread", [1.0, 100.0])
-@pytest.mark.parametrize("d", [3, 11])
+@pytest.mark.parametrize("d", [3, 11, 40])
 def test_logarithms(given, spread, d):
     problem = Problem(d, 1, 300, 1500, spread, given)
     x, y, h, df = up(problem.x, problem.y, problem.h, problem.df)
     wide = np.float64 if given == np.float32 else np.longdouble
-    precision = "float64" if d > 8 else None
+    precision = "float64" if d > 32 else None
     exact, plain = (problem.weights(t, 0.5)[0] for t in (wide, given))
-    check(pairwise.softmin(x, y, h, eps=0.5, precision=precision), exact, plain, 4)
+    check(pairwise.softmin(x, y, h, eps=0.5, precision=precision), exact, plain, 4 if d == 3 else 16)
     (f,) = up(exact.astype(given))
     found = pairwise.softmin_backward(df, x, y, h, f, eps=0.5, precision=precision)
     magnitude = 2 * np.abs(exact).max() / 0.5  # of exponents, whose rounding f has
@@ -89,5 +92,5 @@ def test_sinkhorn_and_operators():
     np.testing.assert_allclose(there.barycentric_map().get(), here.barycentric_map(), atol=1e-4)
     np.testing.assert_allclose(there.gradient()[1].get(), here.gradient()[1], atol=1e-6)
     operator = pairwise.linear_operator(x, x, bandwidth=1.0, ridge=1.0)
-    solution, _ = cg(operator, df, tol=1e-5)
+    solution, _ = cg(operator, df, rtol=1e-5)
     np.testing.assert_allclose((operator @ solution).get(), problem.df, atol=1e-3)
