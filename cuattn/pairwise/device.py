@@ -38,6 +38,11 @@ SUMS, LOGS, SLOPES = range(3)
 """What a kernel's ``cfg::reduction`` says."""
 
 
+def takes(pairs: Pairs) -> bool:
+    """Return whether the kernels are for a call's points."""
+    return pairs.dim <= MOST_DIM[pairs.work.itemsize] and not pairs.masks
+
+
 def constants_of(dtype: np.dtype, function: int, dim: int, columns: int, wanted: Wanted) -> dict[str, object]:
     """Return what the kernel is specialised by."""
     reduction = LOGS if wanted.logs else SLOPES if wanted.slopes else SUMS
@@ -57,9 +62,9 @@ def constants_of(dtype: np.dtype, function: int, dim: int, columns: int, wanted:
     }
 
 
-def parts_of(row_blocks: int, n_keys: int, multiprocessors: int) -> int:
-    """Return in how many parts the keys are divided, so that the blocks fill whole waves."""
-    at_once, most = _BLOCKS * multiprocessors, max(min(_MOST_PARTS, n_keys // (4 * _KEYS)), 1)
+def parts_of(row_blocks: int, n_keys: int, at_once: int) -> int:
+    """Return in how many parts the keys are divided, so that the blocks fill whole waves of so many."""
+    most = max(min(_MOST_PARTS, n_keys // (4 * _KEYS)), 1)
 
     def share(parts: int) -> float:
         waves = row_blocks * parts / at_once
@@ -81,7 +86,7 @@ def _launch(
     known = dict(constants)
     row_blocks = cdiv(n_rows, _THREADS * int(known["thread_rows"]))
     groups = max(cdiv(columns, int(known["width"])), 1)
-    parts = parts_of(row_blocks * batch * groups, n_keys, device_of(device).multiprocessors)
+    parts = parts_of(row_blocks * batch * groups, n_keys, _BLOCKS * device_of(device).multiprocessors)
     per_part = cdiv(cdiv(n_keys, parts), _KEYS) * _KEYS
     parts = cdiv(n_keys, per_part)
     values = {"factor": factor, "n_rows": n_rows, "n_keys": n_keys, "columns": columns, "parts": parts}
@@ -99,7 +104,7 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     *batch, n_rows, dim = x.shape
     columns = 0 if wanted.v is None else wanted.v.shape[-1]
     if pairs.is_empty or (wanted.sums and not columns):
-        return _nothing(xp, (*batch, n_rows), dim, columns)
+        return nothing(xp, (*batch, n_rows), dim, columns)
     unit = pairs.function.base
     given = {"x": x, "y": y, "u": wanted.u, "v": wanted.v}
     given = {name: None if a is None else xp.ascontiguousarray(a.astype(work, copy=False)) for name, a in given.items()}
@@ -118,18 +123,18 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
         "directions": xp.empty((*stacked, dim), work) if wanted.slopes else None,
         "moments": xp.empty(stacked, work) if wanted.slopes or wanted.logs else None,
     }
-    kernel.launch([_address(a) for a in (*given.values(), *made.values())], pairs.origin.stream().ptr)
+    kernel.launch([address_of(a) for a in (*given.values(), *made.values())], pairs.origin.stream().ptr)
     if wanted.logs:
-        return Sums(logs=_log_sum(xp, made["moments"]) / _LOG2_E)
+        return Sums(logs=log_sum(xp, made["moments"]) / _LOG2_E)
     sums, directions, moments = (None if a is None else a[0] if len(a) == 1 else a.sum(0) for a in made.values())
     return Sums(sums, None, directions, None if moments is None else moments / unit)
 
 
-def _address(array: Any) -> int:
+def address_of(array: Any) -> int:
     return 0 if array is None else array.data.ptr
 
 
-def _log_sum(xp: Any, logs: Any) -> Any:
+def log_sum(xp: Any, logs: Any) -> Any:
     """Return the base-2 logarithm of the sum of parts, which lie along the first axis."""
     if len(logs) == 1:
         return logs[0]
@@ -138,5 +143,5 @@ def _log_sum(xp: Any, logs: Any) -> Any:
     return reference + xp.log2(xp.exp2(logs - reference).sum(0))
 
 
-def _nothing(xp: Any, shape: tuple[int, ...], dim: int, columns: int) -> Sums:
+def nothing(xp: Any, shape: tuple[int, ...], dim: int, columns: int) -> Sums:
     return Sums(xp.zeros((*shape, columns)), xp.full(shape, -xp.inf), xp.zeros((*shape, dim)), xp.zeros(shape))

@@ -27,9 +27,10 @@ _PARAGRAPHS = {
         Row i takes keys ``i - left <= j <= i + right``, see :func:`cuattn.attention`.
     precision : {None, "float64", "tf32"}, optional
         "float64" computes in float64 and rounds the result; "tf32" permits products in TF32 above 8 coordinates.
-    kernel : {None, "cpu", "direct", "sm80", "sm90"}, optional
-        What computes: on a GPU differences of coordinates ("direct", without masks, up to 32 of them or 8 in float64)
-        or the named family of attention kernels; None lets the plan choose.""",
+    kernel : {None, "cpu", "direct", "products", "sm80", "sm90"}, optional
+        What computes: on a GPU differences of coordinates ("direct": without masks, up to 32 of them or 8 in float64),
+        products of up to 128 in float32 ("products": without masks, not the Laplacian; gradients by attention), or the
+        named family of attention kernels; None chooses.""",
     "errors": """ShapeError, DtypeError, ArgumentError, MaskError, UnsupportedError
         When an argument does not fit; the message names it, its value and what was expected.""",
     "accuracy": """Up to 8 coordinates distances are as good as sums of squared differences.  Above, float32 takes them
@@ -62,16 +63,16 @@ class MatvecGradients(NamedTuple):
     dbandwidth: Any
 
 
-def engine(pairs: Pairs) -> Any:
-    """Return what computes a call's sums with :class:`Wanted`: the room for the host or for a GPU; None for attention.
+def engine(pairs: Pairs, slopes: bool = False) -> Any:
+    """Return what computes a call's sums with :class:`Wanted`, slopes or others, where it is; None for attention.
 
     Raises
     ------
     UnsupportedError
         `kernel` names something that cannot.
     """
-    on_host, wanted = pairs.origin.backend == "cpu", pairs.kernel
-    if on_host:
+    wanted = pairs.kernel
+    if pairs.origin.backend == "cpu":
         if wanted not in (None, "cpu"):
             raise UnsupportedError(f"kernel is {wanted!r} but x is in host memory; expected an array on a GPU")
         from cuattn.pairwise import host
@@ -79,12 +80,15 @@ def engine(pairs: Pairs) -> Any:
         return host
     if wanted == "cpu":
         raise UnsupportedError("kernel is 'cpu' but x is on a GPU; expected an array in host memory")
-    from cuattn.pairwise import device
+    from cuattn.pairwise import device, tensor_cores
 
-    takes = pairs.dim <= device.MOST_DIM[pairs.work.itemsize] and not pairs.masks
-    if wanted == "direct" and not takes:
-        raise UnsupportedError("kernel is 'direct'; expected at most 32 coordinates (8 in float64) and no mask")
-    return device if takes and wanted in (None, "direct") else None
+    if wanted in (None, "direct") and device.takes(pairs):
+        return device
+    if wanted in (None, "products") and tensor_cores.takes(pairs) and (not slopes or wanted):
+        return None if slopes else tensor_cores
+    if wanted in ("direct", "products"):
+        raise UnsupportedError(f"kernel is {wanted!r}, which does not take {pairs.dim} coordinates so; expected None")
+    return None
 
 
 @public
@@ -227,7 +231,7 @@ def gradients(pairs: Pairs, u: Any, v: Any, row_log: Any = None, key_log: Any = 
 
     With logarithms k is the Gaussian, multiplied by their exponentials.
     """
-    room = engine(pairs)
+    room = engine(pairs, slopes=True)
     if room is None:
         from cuattn.pairwise.attention import Attention
 
@@ -243,7 +247,7 @@ def pull(pairs: Pairs, row_log: Any, key_log: Any) -> Any:
     """Return sum_j p_ij (x_i - y_j) of p_ij = exp(row_log_i + key_log_j - w_ij)."""
     xp, (rows, keys) = pairs.xp, (row_log.shape[-1], key_log.shape[-1])
     u, v = (xp.ones((*pairs.batch, n, 1), pairs.work) for n in (rows, keys))
-    room = engine(pairs)
+    room = engine(pairs, slopes=True)
     if room is not None:
         return room.run(pairs, Wanted(u, v, row_log, key_log, slopes=True)).directions
     from cuattn.pairwise.attention import Attention

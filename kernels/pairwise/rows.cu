@@ -9,6 +9,7 @@
 // first, so that no sum has many terms; sums of tiles carry along what rounding took from them (Kahan).
 // Grid: row blocks; parts of the keys, times groups of cfg::width columns; batch.  Each part writes results of its own.
 #include "pairwise/functions.cuh"
+#include "pairwise/sums.cuh"
 #include "ptx/types.cuh"
 
 using Acc = cfg::acc;
@@ -33,16 +34,6 @@ constexpr int kVector = 16 / sizeof(Acc), kStride = (kDim + kWidth + kLogs + kVe
 // A key: its coordinates, its columns of v, its logarithm.
 struct alignas(16) Key {
     Acc at[kStride];
-};
-
-// Sums of tiles, and what rounding took from them.
-struct Total {
-    Acc sum = 0, lost = 0;
-    __device__ __forceinline__ void add(Acc x) {
-        const Acc term = x - lost, next = sum + term;
-        lost = (next - sum) - term;
-        sum = next;
-    }
 };
 
 struct Rows {
@@ -89,7 +80,7 @@ __device__ __forceinline__ void for_rows(const PairwiseParams& p, const Work& wo
 }
 
 __device__ __forceinline__ void sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, i32 column, Acc factor) {
-    Total totals[kRows][kColumns];
+    Total<Acc> totals[kRows][kColumns];
     for (i32 j = first; j < stop; j += kKeys) {
         load_keys(tile, p, batch, j, stop, column);
         Acc sums[kRows][kColumns] = {};
@@ -114,10 +105,9 @@ __device__ __forceinline__ void sum_rows(const Rows& rows, Key* tile, const Pair
 // A row's sum l is relative to 2^m.  The reference m stays until a tile's sum grows too large for it: then the tile is summed anew, relative to its
 // greatest term, as is the first tile that has any.
 __device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, Acc factor) {
-    constexpr Acc lowest = same_type<Acc, double> ? Acc(-1e300) : Acc(-1e30f), most = same_type<Acc, double> ? Acc(1e250) : Acc(1e30f);
-    Total l[kRows];
+    Total<Acc> l[kRows];
     Acc m[kRows];
-    unroll<kRows>([&](int r) { m[r] = lowest; });
+    unroll<kRows>([&](int r) { m[r] = Range<Acc>::lowest; });
     for (i32 j = first; j < stop; j += kKeys) {
         load_keys(tile, p, batch, j, stop, 0);
         Acc sums[kRows];
@@ -133,7 +123,7 @@ __device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const 
         };
         sum_tile();
         bool fits = true;
-        unroll<kRows>([&](int r) { fits = fits && sums[r] < most; });
+        unroll<kRows>([&](int r) { fits = fits && sums[r] < Range<Acc>::most; });
         if (!fits) {
             Acc greatest[kRows];
             unroll<kRows>([&](int r) { greatest[r] = m[r]; });
@@ -142,9 +132,7 @@ __device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const 
                 unroll<kRows>([&](int r) { greatest[r] = max_of(greatest[r], fma_of(rows.squared_distance(r, key), -factor, key.at[kDim])); });
             }
             unroll<kRows>([&](int r) {
-                const Acc share = power_of_2(m[r] - greatest[r]);
-                l[r].sum *= share;
-                l[r].lost *= share;
+                l[r].scale(power_of_2(m[r] - greatest[r]));
                 m[r] = greatest[r];
             });
             sum_tile();

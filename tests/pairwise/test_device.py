@@ -5,7 +5,7 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.pairwise import device
+from cuattn.pairwise import device, tensor_cores
 from cuattn.pairwise.functions import FUNCTIONS
 from cuattn.pairwise.pairs import Wanted
 from tests.cuda.nvrtc import kernel_resources
@@ -37,13 +37,26 @@ def test_spills(case, arch):
     assert (used.stack, used.spill_stores) == (0, 0)
 
 
-def test_arguments_are_mirrored():
-    text = source.build("pairwise/rows.cu", dict(constants("matvec")))
-    checks = [f"static_assert(sizeof(PairwiseParams) == {device.PARAMS.itemsize});"]
-    for name in device.PARAMS.names:
-        offset = device.PARAMS.fields[name][1]
-        checks.append(f"static_assert(__builtin_offsetof(PairwiseParams, {name}) == {offset});")
-    compiler.compile_log(text + "\n".join(checks), "sm_90")
+@pytest.mark.parametrize("dim", [48, 128])
+@pytest.mark.parametrize("logs", [False, True])
+def test_products_spill_nothing(dim, logs):
+    constants = tensor_cores.constants_of(4, dim, 8, logs, False)
+    for used in kernel_resources("pairwise/products.cu", tuple(constants.items()), "sm_90").values():
+        assert (used.stack, used.spill_stores) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "struct", "mirror", "known"),
+    [
+        ("pairwise/rows.cu", "PairwiseParams", device.PARAMS, dict(constants("matvec"))),
+        ("pairwise/products.cu", "ProductParams", tensor_cores.PARAMS, tensor_cores.constants_of(0, 64, 1, True, True)),
+    ],
+)
+def test_arguments_are_mirrored(path, struct, mirror, known):
+    checks = [f"static_assert(sizeof({struct}) == {mirror.itemsize});"]
+    for name in mirror.names:
+        checks.append(f"static_assert(__builtin_offsetof({struct}, {name}) == {mirror.fields[name][1]});")
+    compiler.compile_log(source.build(path, known) + "\n".join(checks), "sm_90")
 
 
 def test_functions_have_the_kernels_numbers():
@@ -54,7 +67,7 @@ def test_functions_have_the_kernels_numbers():
 
 @pytest.mark.parametrize("row_blocks", [1, 3, 100, 196, 977, 5000])
 def test_blocks_fill_waves(row_blocks):
-    parts = device.parts_of(row_blocks, 10**6, 132)
+    parts = device.parts_of(row_blocks, 10**6, 132 * 6)
     waves = row_blocks * parts / (132 * 6)
     assert parts == 1 or parts == 32 or waves / np.ceil(waves) >= 0.9
-    assert device.parts_of(row_blocks, 100, 132) == 1
+    assert device.parts_of(row_blocks, 100, 132 * 6) == 1

@@ -66,6 +66,25 @@ def test_few_coordinates_are_as_good_as_differences(spread):
     assert np.abs(found / exact - 1).max() <= 2 * np.abs(plain / exact - 1).max() + np.finfo(np.float32).eps
 
 
+@pytest.mark.parametrize(("d", "p"), [(40, 1), (64, 5), (128, 3)])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_products_by_tensor_cores(d, p, spread):
+    """Above 32 coordinates the error grows with the points' distance from their mean, as is promised."""
+    problem = Problem(d, p, 300, 900, spread)
+    problem.b = np.abs(problem.b)
+    x, y, b, h = up(problem.x, problem.y, problem.b, problem.h)
+    reach = np.square(problem.x.astype(float) - problem.y.mean(0)).sum(-1).max()
+    for kernel in ("gaussian", "cauchy", "matern32"):
+        exact, plain = (problem.matvec(t, kernel, 2.0)[:150] for t in (np.float64, np.float32))
+        for precision, unit in ((None, 2.0**-21), ("tf32", 2.0**-9)):
+            options = dict(bandwidth=2.0, kernel_function=kernel, precision=precision)
+            error = np.abs(pairwise.matvec(x, y, b, **options)[:150].get() / exact - 1).max()
+            assert error <= 2 * np.abs(plain / exact - 1).max() + unit * reach / 4 * (2 if kernel == "matern32" else 1)
+    f, plain = (problem.weights(t, 4.0)[0] for t in (np.float64, np.float32))
+    error = np.abs(pairwise.softmin(x, y, h, eps=4.0).get() - f).max()
+    assert error <= 2 * np.abs(plain - f).max() + 2.0**-21 * reach + 2 * np.finfo(np.float32).eps * np.abs(f).max()
+
+
 def test_masks_scales_on_the_device_and_graphs():
     import cupy
 
