@@ -102,45 +102,84 @@ __device__ __forceinline__ void sum_rows(const Rows& rows, Key* tile, const Pair
     });
 }
 
-// A row's sum l is relative to 2^m.  The reference m stays until a tile's sum grows too large for it: then the tile is summed anew, relative to its
-// greatest term, as is the first tile that has any.
-__device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, Acc factor) {
+// A row's sum l is relative to 2^m.  The reference m stays until a tile's sum grows too large for it: then the tile is summed anew, relative to the
+// greatest term so far, as is the first tile that has any.  As long as the rows of a thread are not far apart they share one reference, which
+// is then subtracted once for each key; so it is for a warp, which would go both ways otherwise.
+struct LogSums {
+    static constexpr Acc kApart = 80;  // exponents that may lie between rows, so that the lower one's terms are no denormal numbers
+
     Total<Acc> l[kRows];
-    Acc m[kRows];
-    unroll<kRows>([&](int r) { m[r] = Range<Acc>::lowest; });
-    for (i32 j = first; j < stop; j += kKeys) {
-        load_keys(tile, p, batch, j, stop, 0);
-        Acc sums[kRows];
-        const auto sum_tile = [&] {
-            unroll<kRows>([&](int r) { sums[r] = 0; });
+    Acc m[kRows], sums[kRows];
+    bool shared = true;
+
+    __device__ __forceinline__ LogSums() {
+        unroll<kRows>([&](int r) { m[r] = Range<Acc>::lowest; });
+    }
+
+    template <bool one_reference>
+    __device__ __forceinline__ void sum_keys(const Rows& rows, const Key* tile, Acc factor) {
+        unroll<kRows>([&](int r) { sums[r] = 0; });
 #pragma unroll 4
-            for (int n = 0; n < kKeys; ++n) {
-                const Key key = tile[n];
-                unroll<kRows>([&](int r) {
-                    sums[r] += power_of_2(fma_of(rows.squared_distance(r, key), -factor, key.at[kDim] - m[r]));
-                });
-            }
-        };
-        sum_tile();
+        for (int n = 0; n < kKeys; ++n) {
+            const Key key = tile[n];
+            const Acc from_first = key.at[kDim] - m[0];
+            unroll<kRows>([&](int r) {
+                const Acc start = one_reference ? from_first : key.at[kDim] - m[r];
+                sums[r] += power_of_2(fma_of(rows.squared_distance(r, key), -factor, start));
+            });
+        }
+    }
+
+    __device__ __forceinline__ void sum_tile(const Rows& rows, const Key* tile, Acc factor) {
+        if (shared) sum_keys<true>(rows, tile, factor);
+        else sum_keys<false>(rows, tile, factor);
+    }
+
+    // Raises the references to the greatest terms so far.
+    __device__ __forceinline__ void refer(const Rows& rows, const Key* tile, Acc factor) {
+        Acc greatest[kRows];
+        unroll<kRows>([&](int r) { greatest[r] = l[r].sum > Acc(0) ? m[r] + log2(l[r].sum) : Range<Acc>::lowest; });
+        for (int n = 0; n < kKeys; ++n) {
+            const Key key = tile[n];
+            unroll<kRows>([&](int r) { greatest[r] = max_of(greatest[r], fma_of(rows.squared_distance(r, key), -factor, key.at[kDim])); });
+        }
+        Acc most = greatest[0], least = greatest[0];
+        unroll<kRows>([&](int r) {
+            most = max_of(most, greatest[r]);
+            least = -max_of(-least, -greatest[r]);
+        });
+        shared = shared && most - least < kApart;
+        unroll<kRows>([&](int r) {
+            const Acc next = shared ? most : greatest[r];
+            l[r].scale(power_of_2(m[r] - next));
+            m[r] = next;
+        });
+    }
+
+    __device__ __forceinline__ void add(const Rows& rows, const Key* tile, Acc factor) {
+        sum_tile(rows, tile, factor);
         bool fits = true;
         unroll<kRows>([&](int r) { fits = fits && sums[r] < Range<Acc>::most; });
         if (!fits) {
-            Acc greatest[kRows];
-            unroll<kRows>([&](int r) { greatest[r] = m[r]; });
-            for (int n = 0; n < kKeys; ++n) {
-                const Key key = tile[n];
-                unroll<kRows>([&](int r) { greatest[r] = max_of(greatest[r], fma_of(rows.squared_distance(r, key), -factor, key.at[kDim])); });
-            }
-            unroll<kRows>([&](int r) {
-                l[r].scale(power_of_2(m[r] - greatest[r]));
-                m[r] = greatest[r];
-            });
-            sum_tile();
+            refer(rows, tile, factor);
+            sum_tile(rows, tile, factor);
         }
+        shared = __all_sync(~0u, shared);
         unroll<kRows>([&](int r) { l[r].add(sums[r]); });
     }
+};
+
+__device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, Acc factor) {
+    LogSums found;
+    for (i32 j = first; j < stop; j += kKeys) {
+        load_keys(tile, p, batch, j, stop, 0);
+        found.add(rows, tile, factor);
+    }
     const i64 part = static_cast<i64>(blockIdx.y) * gridDim.z + batch;
-    for_rows(p, [&](int r, i32 row) { p.moments[part * p.n_rows + row] = l[r].sum == Acc(0) ? -infinity<Acc>() : m[r] + log2(l[r].sum); });
+    for_rows(p, [&](int r, i32 row) {
+        const Acc l = found.l[r].sum;
+        p.moments[part * p.n_rows + row] = l == Acc(0) ? -infinity<Acc>() : found.m[r] + log2(l);
+    });
 }
 
 __device__ __forceinline__ void gradient_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, i32 column, Acc factor) {
