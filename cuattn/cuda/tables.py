@@ -7,8 +7,8 @@ import functools
 import math
 import sys
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate, count
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ _MAX_GRID = 2**31 - 1
 _ZEROED = 2  # tables, the last, that are zeros before they are written
 _KEPT = 8  # tables that a mask keeps on each device
 
+_numbers = count()
 _PREFIX = "visible."  # of the arguments of a mask function
 
 
@@ -148,6 +149,12 @@ class CallMasks:
         return self._tables(extent)
 
 
+@functools.lru_cache(maxsize=1024)
+def _number_of(*key: Hashable) -> int:
+    """Return a number for what tables depend on beside masks, which is quicker to look up."""
+    return next(_numbers)
+
+
 class MaskTables:
     """What the kernels with one tile read of a call's masks; the memory is kept on a mask, or is the call's own.
 
@@ -164,7 +171,7 @@ class MaskTables:
     def __init__(self, masks: CallMasks, extent: Extent) -> None:
         problem, halves = masks.problem, sorted({*masks.halves}, key=lambda half: half.code)
         self._masks, self._device, self._problem = masks, masks.device, problem
-        self._key = (*extent[:-1], problem.masks, masks.leading)
+        self._number = _number_of(*extent[:-1], problem.masks, masks.leading, problem.band)
         needed = ChainMap(*(half.tables(extent) for half in halves))
         sizes = [needed.get(name, 0) for name in TABLES]
         *places, self.nbytes = accumulate(map(align_up, sizes), initial=0)
@@ -215,7 +222,7 @@ class MaskTables:
             return None
         cache, place = masks[0]._cache, ("cuda", self._device)
         cells = cache.get(place) or cache.setdefault(place, functools.lru_cache(_KEPT)(lambda *key: []))
-        cell = cells(*self._key, *band_fields(self._problem, shift).values(), *map(id, masks[1:]))
+        cell = cells(self._number, shift, *map(id, masks[1:]))
         if not cell:  # until its tables are made
             if capturing:
                 return None
