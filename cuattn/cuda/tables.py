@@ -171,6 +171,7 @@ class MaskTables:
     def __init__(self, masks: CallMasks, extent: Extent) -> None:
         problem, halves = masks.problem, sorted({*masks.halves}, key=lambda half: half.code)
         self._masks, self._device, self._problem = masks, masks.device, problem
+        self._place = "cuda", masks.device
         self._number = _number_of(*extent[:-1], problem.masks, masks.leading, problem.band)
         needed = ChainMap(*(half.tables(extent) for half in halves))
         sizes = [needed.get(name, 0) for name in TABLES]
@@ -220,7 +221,7 @@ class MaskTables:
         """
         if not self._masks.lasting:
             return None
-        cache, place = masks[0]._cache, ("cuda", self._device)
+        cache, place = masks[0]._cache, self._place
         cells = cache.get(place) or cache.setdefault(place, functools.lru_cache(_KEPT)(lambda *key: []))
         cell = cells(self._number, shift, *map(id, masks[1:]))
         if not cell:  # until its tables are made

@@ -8,7 +8,6 @@ import sys
 import weakref
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -163,9 +162,6 @@ class NumPy(ArrayOrigin):
 _HOST = NumPy.at()
 
 
-_look = attrgetter("dtype", "shape", "_c_contiguous", "data")
-
-
 class CuPy(ArrayOrigin):
     """Device arrays of CuPy."""
 
@@ -186,10 +182,11 @@ class CuPy(ArrayOrigin):
                     layouts.append(None)
                     addresses.append(0)
                     continue
-                dtype, shape, contiguous, data = _look(value)
+                data = value.data
                 address = data.ptr
                 # Whether an array is contiguous takes a fifth of the time that its strides take.
-                layouts += dtype, shape, contiguous or value.strides, data.device_id, address & 15
+                strides = value._c_contiguous or value.strides
+                layouts += value.dtype, value.shape, strides, data.device_id, address & 15
                 addresses.append(address)
         except AttributeError:  # an array of another kind
             return None
