@@ -5,7 +5,7 @@ What a kind of mask needs is said by its class (:class:`cuattn.masks.cuda_half.C
 
 import functools
 import math
-import sys
+import weakref
 from collections import ChainMap
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, count
@@ -39,8 +39,9 @@ class Kept:
 
     def __init__(self, addresses: list[int], held: Any, stream: Any, device: int) -> None:
         self.addresses, self._held = addresses, held
-        self._ready, self._home, self._device = Ready(stream), stream, device
+        self._ready, self._home = Ready(stream), stream
         self._users: dict[int, Any] = {}
+        weakref.finalize(self, _give_back, stream, self._users, device).atexit = False
 
     def use(self, stream: Any) -> None:
         """Let `stream` wait until the tables are written."""
@@ -48,15 +49,15 @@ class Kept:
         if stream.ptr != self._home.ptr:
             self._users[stream.ptr] = stream
 
-    def __del__(self) -> None:
-        """Give the memory back only behind the work of all streams that read it."""
-        if not self._users or sys.is_finalizing():
-            return
+
+def _give_back(home: Any, users: dict[int, Any], device: int) -> None:
+    """Let the stream that memory goes back to wait for the work of others that read it."""
+    if users:
         import cupy
 
-        with cupy.cuda.Device(self._device):
-            for stream in self._users.values():
-                self._home.wait_event(stream.record())
+        with cupy.cuda.Device(device):
+            for stream in users.values():
+                home.wait_event(stream.record())
 
 
 class CallMasks:
