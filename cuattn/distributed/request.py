@@ -233,19 +233,22 @@ def _without_length(name: str, array: Any) -> tuple[Any, ...]:
 
 def _layouts(comm: Comm, placing: Mapping[str, Any], lengths: list[tuple[int, ...]]) -> tuple[Layout, Layout]:
     """Return the layouts of rows and keys, given the lengths that ranks bring."""
-    given = [placing["layout"], placing["key_layout"] or placing["layout"]]
-    if placing["key_layout"] is None and given[1] is not None and lengths[1] != given[1].lengths != lengths[0]:
-        given[1] = None
-    for at, (name, brought) in enumerate(zip(("layout", "key_layout"), lengths, strict=True)):
-        if given[at] is None:
+    for name in ("layout", "key_layout"):
+        if not isinstance(placing[name], Layout | None):
+            raise ArgumentError(f"{name} is {shown(placing[name])}; expected a cuattn.distributed.Layout or None")
+    rows, keys = placing["layout"], placing["key_layout"]
+    if keys is None and rows is not None and rows.lengths == lengths[1]:
+        keys = rows
+    found = []
+    for name, layout, brought in (("layout", rows, lengths[0]), ("key_layout", keys, lengths[1])):
+        if layout is None:
             edges = np.cumsum([0, *brought]).tolist()
-            given[at] = Layout.from_runs([[run] for run in pairwise(edges)])
-        elif not isinstance(given[at], Layout):
-            raise ArgumentError(f"{name} is {shown(given[at])}; expected a cuattn.distributed.Layout or None")
-        elif given[at].lengths != brought:
-            found = f"{name} has lengths {shown(given[at].lengths)} by rank, and {'qk'[at]} {shown(brought)}"
-            raise ShapeError(f"{found}; expected equal ones")
-    return given[0], given[1]
+            layout = Layout.from_runs([[run] for run in pairwise(edges)])
+        elif layout.lengths != brought:
+            given = f"{name} has lengths {shown(layout.lengths)} by rank, and {'k' if found else 'q'} {shown(brought)}"
+            raise ShapeError(f"{given}; expected equal ones")
+        found.append(layout)
+    return found[0], found[1]
 
 
 def _check_mask(mask: Any, n_queries: int, n_keys: int) -> None:

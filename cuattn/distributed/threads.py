@@ -236,6 +236,11 @@ def shared_cores(ranks: int) -> Iterator[None]:
         yield
 
 
+def hold_cores(ranks: int) -> None:
+    """Hold BLAS to a process's share of the machine's cores, for good."""
+    contextlib.ExitStack().enter_context(shared_cores(ranks))
+
+
 def _gpus() -> int:
     """Return how many GPUs there are."""
     try:

@@ -10,7 +10,7 @@ from cuattn import distributed, masks
 from cuattn.distributed import Layout, spawn
 from tests.conftest import Device
 from tests.distributed.layouts import layouts, run
-from tests.strategies import BFLOAT16, DTYPES, cases, normal
+from tests.strategies import BFLOAT16, cases, normal
 from tests.test_api import check
 
 pytestmark = pytest.mark.gpu
@@ -23,8 +23,8 @@ def gpus(ranks):
     return [rank % cupy.cuda.runtime.getDeviceCount() for rank in range(ranks)]
 
 
-@settings(max_examples=30, phases=(Phase.explicit, Phase.generate))
-@given(data=st.data(), case=cases(dtypes=DTYPES[1:3], head_dims=(64,)), size=st.integers(2, 3))
+@settings(max_examples=10, phases=(Phase.explicit, Phase.generate))
+@given(data=st.data(), case=cases(dtypes=(BFLOAT16,), head_dims=(64,)), size=st.integers(2, 3))
 def test_any_split_matches_the_oracle(data, case, size):
     unit, device = 16 if case.options.get("dropout_p") else 1, Device()
     rows, keys = (data.draw(layouts(x.shape[-2], size, unit)) for x in (case.q, case.k))
