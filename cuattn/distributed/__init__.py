@@ -8,10 +8,22 @@ Each rank holds some rows and some keys of one problem (a :class:`Layout`), and 
 guide is ``cuattn/distributed/README.md``.
 """
 
-from cuattn.distributed.api import attention, backward, forward
+from cuattn.distributed.api import attention, backward, forward, plan
 from cuattn.distributed.comm import Comm, DistributedError
 from cuattn.distributed.connecting import connect
 from cuattn.distributed.layout import Layout
+from cuattn.distributed.model import DistributedPlan
 from cuattn.distributed.threads import spawn
 
-__all__ = ["Comm", "DistributedError", "Layout", "attention", "backward", "connect", "forward", "spawn"]
+__all__ = [
+    "Comm",
+    "DistributedError",
+    "DistributedPlan",
+    "Layout",
+    "attention",
+    "backward",
+    "connect",
+    "forward",
+    "plan",
+    "spawn",
+]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from cuattn import api
 from cuattn.api import unpacked
 from cuattn.distributed.arrays import gathered
-from cuattn.distributed.comm import Comm
+from cuattn.distributed.comm import Comm, DistributedError
+from cuattn.distributed.heads import Heads
 from cuattn.distributed.layout import Layout
+from cuattn.distributed.model import DistributedPlan
 from cuattn.distributed.request import Request
-from cuattn.distributed.walk import BackwardWalk, ForwardWalk, Stage, Team, stages
+from cuattn.distributed.walk import BackwardWalk, ForwardWalk, Team, Walk, stages
 from cuattn.distributed.work import work_of
-from cuattn.errors import ShapeError
+from cuattn.errors import ArgumentError, ShapeError, shown
 from cuattn.problem import BACKWARD, FORWARD
 from cuattn.results import Forward, Gradients
 
 Placing = dict[str, Any]
+W = TypeVar("W", bound=Walk)
 
 
 def attention(
@@ -160,13 +164,55 @@ def backward(
     wanted = BACKWARD.results[: 3 + (options.get("bias") is not None)]
     request = Request(BACKWARD, operands, state, comm, placing, options, wanted)
     with request.home.scope():
-        team, plan = _team(request)
-        walk = BackwardWalk(team, request.whole, request.arrays, request.sums)
-        walk.run(plan)
-        found = request.delivered(_gradients(request, walk))
+        found = request.delivered(_gradients(request))
     own = [found.get(name) for name in BACKWARD.results]
     args = range(len(options.get("score_args", ())))
     return Gradients(*own, dscore=tuple(found.get(f"dscore{index}") for index in args))
+
+
+def plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    comm: Comm,
+    layout: Layout | None = None,
+    key_layout: Layout | None = None,
+    algorithm: str | None = None,
+    direction: str = "forward",
+    **options: Any,
+) -> DistributedPlan:
+    """Tell how a call over ranks would run: algorithm, bytes, steps, balance, overlap, and why.  Computes nothing.
+
+    Parameters
+    ----------
+    q, k, v : array
+        This rank's, as for :func:`attention`.
+    comm : Comm
+        The ranks; all of them call this.
+    layout, key_layout, algorithm : optional
+        As for :func:`attention`.
+    direction : {"forward", "backward"}
+        Which call to plan.
+    **options : object
+        As for :func:`cuattn.forward`, or :func:`cuattn.backward`.
+
+    Returns
+    -------
+    DistributedPlan
+        Prints as a readable table; its `local` is the plan of this rank's own rows and keys.
+    """
+    if direction not in ("forward", "backward"):
+        raise ArgumentError(f"direction is {shown(direction)}; expected 'forward' or 'backward'")
+    placing = {"layout": layout, "key_layout": key_layout, "algorithm": algorithm}
+    operands, operation = (
+        {"q": q, "k": k, "v": v},
+        replace(BACKWARD if direction == "backward" else FORWARD, operands=()),
+    )
+    if operation.replays and options.get("dropout_p"):
+        options = {**options, "dropout_p": 0.0}  # which no state is given for
+    return Request(operation, operands, None, comm, placing, options, operation.results[:3]).plan()
 
 
 def _forward(name: str, qkv: tuple[Any, ...], comm: Comm, placing: Placing, options: dict[str, Any]) -> list[Any]:
@@ -179,10 +225,8 @@ def _forward(name: str, qkv: tuple[Any, ...], comm: Comm, placing: Placing, opti
     options = {"out_dtype": None, **options, "out": options.get("out")}
     request = Request(FORWARD, dict(zip("qkv", qkv, strict=True)), None, comm, placing, options, wanted)
     with request.home.scope():
-        team, plan = _team(request)
-        walk = ForwardWalk(team, request.whole, request.arrays, request.sums)
-        walk.run(plan)
-        found = request.delivered(walk.result._asdict())
+        walk, heads = _walk(request, ForwardWalk)
+        found = request.delivered(heads.collect(dict(zip("olm", walk.result[:3], strict=True)), {}))
     return [*found.values(), request.state]
 
 
@@ -194,26 +238,42 @@ def _check_alone(placing: Placing, q: Any, k: Any) -> None:
             raise ShapeError(f"{name} has lengths {layout.lengths}; expected {array.shape[-2]}, on the only rank")
 
 
-def _team(request: Request) -> tuple[Team, list[Stage]]:
-    """Return the ranks that share rows and keys, and this one's stages."""
-    comm, algorithm = request.comm, request.placing["algorithm"] or "needed"
-    work = work_of(request.rows, request.keys, request.whole.visible)
+def _walk(request: Request, kind: type[W]) -> tuple[W, Heads]:
+    """Compute; return the walk, of this rank's heads where these were exchanged, and their way back."""
+    comm, algorithm, visible = request.comm, request.algorithm, request.whole.visible
+    heads = Heads(comm, request.costs[algorithm][1], {"row": request.rows, "key": request.keys})
+    work = work_of(heads.layouts["row"], heads.layouts["key"], visible)
     axis = "row" if algorithm == "combine" else "key"
-    trimmed = algorithm != "ring" and (axis == "key" or request.operation is BACKWARD)
-    team = Team(comm, range(comm.size), comm.rank, work, axis, trimmed)
-    return team, stages(algorithm, comm.rank, comm.size)
+    # Partial results of a forward are merged by whole shards.
+    trimmed = algorithm != "ring" and not (axis == "row" and kind is ForwardWalk)
+    team = Team(comm, heads.ranks, heads.index, work, axis, trimmed)
+    try:
+        walk = kind(team, heads.whole(request.whole), heads.spread(request.arrays), request.sums)
+        walk.run(stages(algorithm, team.index, work.size))
+    except DistributedError:
+        raise
+    except BaseException:  # the others wait for this rank
+        comm.abort()
+        raise
+    return walk, heads
 
 
-def _gradients(request: Request, walk: BackwardWalk) -> dict[str, Any]:
-    """Return all sums of a backward, those that are no rank's own summed over ranks."""
-    totals, names = walk.totals, [name for name in ("q", "k", "v", "bias", "key_bias") if name in request.arrays]
-    shapes = {name: request.arrays[name] for name in names}
-    shapes |= {f"score{index}": array for index, array in request.learned.items()}
-    found = {}
-    for name, like in shapes.items():
-        total = totals[name] if name in totals else walk.xp.zeros(like.shape, request.sums)
-        if name == "key_bias" or name.startswith("score"):
-            every = gathered(request.comm, total, [total.shape] * request.comm.size)
-            total = sum(every[1:], every[0])
-        found["dbias" if name == "key_bias" else f"d{name}"] = total
+def _gradients(request: Request) -> dict[str, Any]:
+    """Return the results of a backward, those that are no rank's own summed over ranks."""
+    walk, heads = _walk(request, BackwardWalk)
+    operands = {name: request.arrays[name] for name in ("q", "k", "v", "bias", "key_bias") if name in request.arrays}
+    operands |= {f"score{index}": array for index, array in request.learned.items()}
+    local = {name: walk.arrays.get(name, array) for name, array in operands.items()}
+    totals = {
+        n: walk.totals.get(n) if n in walk.totals else walk.xp.zeros(x.shape, walk.sums) for n, x in local.items()
+    }
+    shared = {name: totals.pop(name) for name in operands if name == "key_bias" or name.startswith("score")}
+    found = {f"d{name}": total for name, total in heads.collect(totals, operands).items()}
+    for name, total in shared.items():
+        part = total
+        if total.shape != operands[name].shape:  # of this rank's heads
+            part = walk.xp.zeros(operands[name].shape, total.dtype)
+            part[heads.place(part)] = total
+        every = gathered(request.comm, part, [part.shape] * request.comm.size)
+        found["dbias" if name == "key_bias" else f"d{name}"] = sum(every[1:], every[0])
     return found

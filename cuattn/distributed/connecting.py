@@ -66,7 +66,7 @@ def connect(group: Any = None, /, *, device: int | None = None, timeout: float =
     if isinstance(group, Comm):
         return group
     raise DtypeError(
-        f"group is {interop.type_name(group)}; expected an mpi4py communicator, an NcclCommunicator, a ProcessGroup, or "
+        f"group is {interop.type_name(group)}; expected an mpi4py communicator, an NcclCommunicator, a ProcessGroup or "
         "an object with rank, size, exchange, allgather, barrier and abort"
     )
 

@@ -183,6 +183,12 @@ class Layout:
             return given_back(origin, [joined(parts, self.runs, axis)])[0]
 
 
+def grouped(layout: Layout, inner: int) -> Layout:
+    """Return the layout of groups of neighbours."""
+    every = [layout.runs[first : first + inner] for first in range(0, layout.size, inner)]
+    return Layout(tuple(merged(run for mine in group for run in mine) for group in every))
+
+
 def visible_tiles(mask: Mask, block_m: int, block_n: int) -> np.ndarray:
     """Return the share of a mask's matrices that see each tile, float32 (Tr, Tc)."""
     row_tiles, key_tiles = cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n)

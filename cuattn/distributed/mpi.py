@@ -82,7 +82,9 @@ class OfMpi(Process):
             every, starts = np.empty(sizes.sum(), np.uint8), np.cumsum(sizes) - sizes
             self._finish([self._comm.Iallgatherv(mine, [every, sizes, starts, self._mpi.BYTE])], [-1])
         except DistributedError as error:
-            self._broken = DistributedError(f"no answer within {self.timeout:g} s", {self.rank: "waited for the others"})
+            self._broken = DistributedError(
+                f"no answer within {self.timeout:g} s", {self.rank: "waited for the others"}
+            )
             raise self._broken from error
         return [pickle.loads(every[at : at + n].tobytes()) for at, n in zip(starts, sizes, strict=True)]
 

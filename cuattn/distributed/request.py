@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -15,6 +16,7 @@ from cuattn.distributed.agreement import agreed, same
 from cuattn.distributed.arrays import given_back
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
+from cuattn.distributed.model import ALGORITHMS, DistributedPlan, Size, least, options_of, planned, rates_of
 from cuattn.distributed.whole import Whole
 from cuattn.errors import ArgumentError, ShapeError, shown
 from cuattn.interop import Outputs
@@ -148,11 +150,15 @@ class Request:
     def _settle(self, everyone: list[dict[str, Any]]) -> None:
         """Check this rank's arguments against the whole problem, given what each rank brings."""
         comm, settings, arrays = self.comm, self.settings, self.arrays
+        if self.placing["algorithm"] not in (None, *ALGORITHMS):
+            names = ", ".join(map(repr, ALGORITHMS))
+            raise ArgumentError(f"algorithm is {shown(self.placing['algorithm'])}; expected None or one of {names}")
         lengths = zip(*(one["lengths"] for one in everyone), strict=True)
         self.rows, self.keys = _layouts(comm, self.placing, [tuple(each) for each in lengths])
         n_queries, n_keys = self.rows.n, self.keys.n
-        batch, heads, _ = check_axes(*(tuple(arrays[name].shape) for name in "qkv"), True)  # groups are checked below
-        leading = (*batch, heads) if max(arrays[name].ndim for name in "qkv") > 2 else ()
+        q, k, v = (tuple(arrays[name].shape) for name in "qkv")
+        batch, heads, kv_heads = check_axes(q, k, v, True)  # groups are checked below
+        leading = (*batch, heads) if max(map(len, (q, k, v))) > 2 else ()
         origin = settings["origin"] or Origin()
         if origin != Origin(origin.batch, origin.head, heads=origin.heads):
             raise ArgumentError(
@@ -171,6 +177,7 @@ class Request:
         if "bias" in arrays:
             self._check_bias([one["rows"][0] for one in everyone])
         self._check_part()
+        self._choose(batch, (heads, kv_heads), {x[-3] if len(x) > 2 else 1 for x in (q, k, v)})
         self._outputs.check(self._made(), arrays, self.home)
 
     def _check_bias(self, rows: list[int]) -> None:
@@ -191,7 +198,29 @@ class Request:
         call = dispatch.Call(
             self.operation, arrays, options, self.state, part["origin"], None, part["score"], part["score_args"]
         )
-        dispatch.plan(call)
+        self.local = dispatch.plan(call)
+
+    def _choose(self, batch: tuple[int, ...], heads: tuple[int, int], own: set[int]) -> None:
+        """Choose the algorithm; heads can be exchanged where each operand has its own."""
+        arrays, asked = self.arrays, self.placing["algorithm"]
+        dims, bytes = (arrays["q"].shape[-1], arrays["v"].shape[-1]), (self.dtype.itemsize, self.sums.itemsize)
+        self.size = Size(self.operation.replays, math.prod(batch), *heads, *dims, *bytes)
+        rates = rates_of(self.home.backend, bytes[0], getattr(self.comm, "local_size", self.comm.size))
+        shared = math.gcd(*heads) if own <= set(heads) else 1
+        self.costs = options_of(self.rows, self.keys, self.whole.visible, self.size, rates, shared)
+        self.algorithm = asked or least(self.costs)
+        if self.algorithm not in self.costs:
+            expected = (
+                "key heads that the number of ranks divides" if asked == "heads" else "groups that divide key heads"
+            )
+            raise ArgumentError(
+                f"algorithm is {asked!r} with {heads[1]} key heads on {self.comm.size} ranks; expected {expected}"
+            )
+
+    def plan(self) -> DistributedPlan:
+        """Return the plan."""
+        asked = self.placing["algorithm"] is not None
+        return planned(self.costs, self.algorithm, asked, self.size, self.comm.size, self.local)
 
     def _made(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Return shape and dtype of each result."""

@@ -176,7 +176,7 @@ class Walk(ABC):
                 array = self.whole.bias(self.arrays, self.team.layout("key").rows(client))
             own = self.team.own(self.team.axis)
             at_home = client == self.team.index and runs == own  # no message, for which it had to be contiguous
-            found[name] = array if at_home else taken(array, own, runs, _axis(name))
+            found[name] = array if at_home else taken(array, own, runs, axis_of(name))
         return found
 
     def _room(self, names: Sequence[str], runs: Runs, client: int, dtype: Any = None) -> Arrays:
@@ -186,7 +186,7 @@ class Walk(ABC):
             shape = list(self.shapes[name])
             if name == "bias" and shape[-1] > 1:
                 shape[-1] = self.team.layout("key").lengths[client]
-            shape[_axis(name)] = length_of(runs)
+            shape[axis_of(name)] = length_of(runs)
             found[name] = self.xp.empty(shape, dtype or self.arrays[name].dtype)
         return found
 
@@ -198,7 +198,7 @@ class Walk(ABC):
         runs = {source: team.sent(source, team.index) for source in arrived}
         every = merged(run for mine in runs.values() for run in mine)
         moved = {
-            name: joined([arrays[name] for arrays in arrived.values()], list(runs.values()), _axis(name))
+            name: joined([arrays[name] for arrays in arrived.values()], list(runs.values()), axis_of(name))
             for name in self.moving
         }
         arrived.clear()
@@ -207,7 +207,7 @@ class Walk(ABC):
         found = self.compute({**self.arrays, **moved}, bias, self.whole.part(rows, keys))
         self.accept({name: x for name, x in found.items() if name not in self.returned}, rows, keys)
         for source, mine in runs.items() if self.returned else ():
-            results = {name: taken(found[name], every, mine, _axis(name)) for name in self.returned}
+            results = {name: taken(found[name], every, mine, axis_of(name)) for name in self.returned}
             if source == team.index:
                 self.accept(results, *self._part(mine))
             else:
@@ -300,7 +300,7 @@ class BackwardWalk(Walk):
             total[tuple(index)] += array[tuple(other)]
 
 
-def _axis(name: str) -> int:
+def axis_of(name: str) -> int:
     """Return which axis of an array its rows or keys are."""
     return -1 if name in ("l", "m", "dlse") else -2
 

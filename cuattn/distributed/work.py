@@ -60,6 +60,10 @@ class Work:
         edges = np.minimum(tiles * size, self.layouts[axis].n).reshape(-1, 2)
         return common(merged(edges.tolist()), self.layouts[axis].rows(source))
 
+    def lengths(self, axis: str) -> tuple[int, ...]:
+        """Return how many rows, or keys, each rank holds."""
+        return self.layouts[axis].lengths
+
     @cached_property
     def needs(self) -> dict[str, np.ndarray]:
         """How many keys, or rows, each rank needs of each: (size, size) by axis."""
