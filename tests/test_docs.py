@@ -19,7 +19,7 @@ MODULES = sorted(
 )
 PUBLIC = [
     f"{room}.{name}"
-    for room in ("cuattn", "cuattn.masks", "cuattn.rng", "cuattn.io_model", "cuattn.reference", "cuattn.errors")
+    for room in ("cuattn", "cuattn.masks", "cuattn.rng", "cuattn.io_model", "cuattn.reference", "cuattn.errors", "cuattn.distributed")
     for name in importlib.import_module(room).__all__
 ]
 

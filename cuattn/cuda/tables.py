@@ -49,7 +49,7 @@ class Kept:
 
     def __del__(self) -> None:
         """Give the memory back only behind the work of all streams that read it."""
-        if not self._users or sys.is_finalizing():
+        if not self._users or sys is None or sys.is_finalizing():  # None: at exit modules are taken apart
             return
         import cupy
 

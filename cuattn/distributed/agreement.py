@@ -90,6 +90,8 @@ def described(value: Any) -> str:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         given = described((*cells, *(value.__defaults__ or ())))
         return f"{value.__qualname__} {_hash(*_of_code(value.__code__), given.encode())}"
+    if isinstance(value, type):
+        return value.__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         content = _hash(value.tobytes()) if isinstance(value, np.ndarray) else ""
         return f"{value.dtype} {tuple(value.shape)} {content}".rstrip()
