@@ -111,6 +111,16 @@ def forward(
     -------
     Forward
         This rank's rows of o, l and m, and the state that dropout used, which is the same on all ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn.distributed import forward, spawn
+    >>> def work(comm):
+    ...     x = np.ones((2, 8 * comm.rank + 8, 4), np.float32)  # lengths may differ
+    ...     return forward(x, x, x, comm=comm).l.shape
+    >>> spawn(work, ranks=2)
+    [(2, 8), (2, 16)]
     """
     placing = {"layout": layout, "key_layout": key_layout, "algorithm": algorithm}
     return Forward(*_forward("forward", (q, k, v), comm, placing, options))
@@ -154,6 +164,17 @@ def backward(
     -----
     Partial gradients are float32 (float64) and added in an order that layouts and mask decide; with ``deterministic``
     the same call gives the same bits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn.distributed import backward, forward, spawn
+    >>> def work(comm):
+    ...     x = np.ones((2, 8, 4), np.float32)
+    ...     fwd = forward(x, x, x, comm=comm)
+    ...     return backward(np.ones_like(fwd.o), x, x, x, fwd, comm=comm).dv[0, :3, 0].round(6).tolist()
+    >>> spawn(work, ranks=2)
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
     placing = {"layout": layout, "key_layout": key_layout, "algorithm": algorithm}
     if comm.size == 1:
@@ -202,6 +223,16 @@ def plan(
     -------
     DistributedPlan
         Prints as a readable table; its `local` is the plan of this rank's own rows and keys.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn.distributed import plan, spawn
+    >>> x = np.ones((2, 1024, 4), np.float32)
+    >>> def work(comm):
+    ...     return plan(x, x, x, comm=comm, window=(16, 0), algorithm="needed").bytes  # 16 keys and values
+    >>> spawn(work, ranks=2)
+    [1024, 1024]
     """
     if direction not in ("forward", "backward"):
         raise ArgumentError(f"direction is {shown(direction)}; expected 'forward' or 'backward'")

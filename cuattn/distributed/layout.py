@@ -27,7 +27,7 @@ class Layout:
 
     Made by :meth:`contiguous`, :meth:`zigzag`, :meth:`balanced` or :meth:`from_runs`.
 
-    Attributes
+    Parameters
     ----------
     runs : tuple of tuple of (start, stop)
         By rank, the parts of the axis that it holds: ascending, disjoint, not empty, merged where they touch.

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 import cuattn.distributed
-from cuattn import masks
-from cuattn.distributed import Layout, plan, spawn
 
 GUIDE = Path(cuattn.distributed.__file__).parent / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.M | re.S)
