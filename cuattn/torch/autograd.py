@@ -15,6 +15,7 @@ l is constant to all of them, and m stands for lse, so that ``m + log(l)`` has t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class _Operation(Function):
     @classmethod
     def vmap(cls, info: Any, dims: Any, call: Any, *tensors: Any) -> tuple[Tensors, int]:
         """Apply it to each element of an axis."""
-        return batched(cls.apply, cls.inputs, cls.outputs, info.batch_size, dims[1:], call, tensors), 0
+        apply = functools.partial(cls.apply, call)
+        return batched(apply, cls.inputs, cls.outputs, call.counts, info.batch_size, dims[1:], tensors), 0
 
 
 class _Differentiated:

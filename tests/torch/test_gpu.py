@@ -107,3 +107,31 @@ def test_masks_of_the_library():
         known = textbook(*(x.double() for x in (q, k, v)), visible=torch.from_numpy(mask.dense()).cuda())
         torch.testing.assert_close(o.double(), known, rtol=1e-5, atol=1e-5)
         torch.autograd.grad(o.sum(), (q, k, v))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_training_step(backend):
+    mask = cuattn.masks.causal_document([80, 120])
+
+    def step(q, k, v):
+        return attention(q * 1.5, k, v, mask=mask, window=(50, 0), return_lse=True)
+
+    given = tensors(2, 4, 200, 64, dtype=torch.bfloat16)
+    results = []
+    for function in (step, torch.compile(step, backend=backend, fullgraph=True)):
+        for _ in range(2):
+            o, lse = function(*given)
+        results.append((o, lse, *torch.autograd.grad(o.float().sin().sum() + lse.sum(), given)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_compiled_checkpoints_replay_dropout():
+    q, k, v = tensors(2, 4, 130, 64)
+
+    def function(v):
+        return checkpoint(lambda v: attention(q.detach(), k.detach(), v * 1, dropout_p=0.5), v, use_reentrant=False)
+
+    o = torch.compile(function, backend="aot_eager", fullgraph=True)(v)
+    (dv,) = torch.autograd.grad(o.sum(), v)  # o is linear in v
+    torch.testing.assert_close((dv * v).sum(), o.sum(), rtol=1e-4, atol=1e-2)
