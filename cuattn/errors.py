@@ -68,6 +68,10 @@ def expect_no_tracing() -> None:
     ------
     UnsupportedError
         When the compiler is tracing.
+
+    Examples
+    --------
+    >>> expect_no_tracing()
     """
     if "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
         _keep_compiler_out()
