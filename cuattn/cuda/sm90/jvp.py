@@ -1,0 +1,111 @@
+"""The forward along tangents for compute capability 9.0: one launch of persistent blocks, as the forward's."""
+
+import functools
+from typing import NamedTuple
+
+from cuattn.cuda.constants import Constants
+from cuattn.cuda.device import Device
+from cuattn.cuda.sm80.jvp import TangentCall
+from cuattn.cuda.sm90 import forward
+from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS
+from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
+from cuattn.io_model.sizes import cdiv
+from cuattn.plans import Plan
+from cuattn.problem import Problem
+
+_PATH = "sm90/jvp.cu"
+_ROWS = 128
+_MAX_HEAD_DIM = 128
+
+
+class Widest(NamedTuple):
+    """Up to which head dimension a tile serves."""
+
+    head_dim: int
+    tile: forward.Tile
+
+
+# Scores and their tangents, and sums of both results, fill the registers.
+_TILES = (
+    Widest(64, forward.Tile(_ROWS, 128, 2, 2)),
+    Widest(128, forward.Tile(_ROWS, 64, 2, 1)),
+)
+
+
+def unsupported_reason(problem: Problem, device: Device) -> str | None:
+    """Say why the kernel does not take a problem, or return None; strides and addresses are another matter."""
+    against = forward.unsupported_reason(problem, device)
+    if against is not None:
+        return against
+    if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
+        return f"its sums take head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
+    for name, asked in (("bias", problem.bias), ("score", problem.score), ("softcap", problem.softcap)):
+        if asked is not None:
+            return f"{name} is given, for which it has no path"
+    if not (problem.moves or "v" in problem.tangents):
+        return "no tangent is given"
+    return None
+
+
+class Cut(forward.Cut):
+    """How it is cut."""
+
+    def _tile(self) -> forward.Tile:
+        return next(row.tile for row in _TILES if max(self.head_dim, self.head_dim_v) <= row.head_dim)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory: the forward's and what tangents add to its buffers."""
+        problem, (block_m, block_n, stages, q_stages, _) = self.problem, self.tile
+        slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
+        tq, tk, tv = (name in problem.tangents for name in "qkv")
+        results = slabs_v if problem.out_dtype == problem.dtype else 0
+        queries = max((1 + tq) * slabs, 2 * results) - max(slabs, results)
+        return super().shared_bytes + ROW_BYTES * (q_stages * block_m * queries + stages * block_n * (tk * slabs + tv * slabs_v))
+
+    def slow_reason(self, device: Device) -> str | None:
+        """Say why the portable kernel would sooner be done, or return None."""
+        if 2 * self.blocks < device.multiprocessors:
+            return "too few query rows fill the GPU, and the portable kernel has smaller tiles"
+        return None
+
+    @property
+    def path(self) -> str:
+        """The kernel's file."""
+        return _PATH
+
+    @property
+    def constants(self) -> Constants:
+        """The prologue of the kernel."""
+        return {**super().constants, "overlap": True}
+
+
+class Jvp(MappedCall, TangentCall):
+    """One launch of persistent blocks."""
+
+    @property
+    def read(self) -> list[str]:
+        """What the copy engine reads, as far as it is there."""
+        return [name for name in ("q", "k", "v", "tq", "tk", "tv") if name in self.operands]
+
+    def unsupported_reason(self) -> str | None:
+        problem = self.problem
+        against = unsupported_reason(problem, self.device)
+        if against is None and problem.kernel is None:
+            against = self._cut.slow_reason(self.device)
+        return against or self.layout_reason()
+
+    @functools.cached_property
+    def _cut(self) -> Cut:
+        return Cut(self.problem)
+
+    def prepare(self) -> Plan:
+        cut = self._cut
+        tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
+        self.begin({}, counters=1)
+        fields, own = self.tangents(("tq", "tk", "tv", "tbias", "to", "tlse"))
+        warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
+        launched = cut.path, "attention_jvp", constants, cut.blocks, warps, cut.counts | fields, (*tile, WARPGROUP_ROWS)
+        beside = {name: name if name in self.arrays else name[1:] for name in ("tq", "tk", "tv")}
+        self.add_mapped(*launched, size, ("o", "to"), beside, own=own)
+        return self.planned(cut.path, tile, warps, size, constants)
