@@ -30,8 +30,12 @@ struct TangentConsumer {
     Weights weights, moved;  // P, and P times the tangents of scores relative to the centre
     Output o, to;
 
-    __device__ __forceinline__ i32 row() const { return work.row + 64 * static_cast<i32>(warpgroup) + fragment_row(); }
-    __device__ __forceinline__ i32 first_key() const { return tile.n() * cfg::block_n + 2 * (threadIdx.x % 4); }
+    // The first of the thread's two rows, and of its keys.
+    __device__ __forceinline__ i32 row() const {
+        const i32 thread = place_of_thread();
+        return work.row + 64 * static_cast<i32>(warpgroup) + thread / 32 * 16 + thread % 32 / 4;
+    }
+    __device__ __forceinline__ i32 first_key() const { return tile.n() * cfg::block_n + place_of_thread() % 4 * 2; }
     __device__ __forceinline__ float tangent_scale() const { return cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)); }
 
     // The row's first keys, or the next ones.

@@ -1,0 +1,98 @@
+"""Hopper's kernel along tangents on a GPU against the float64 textbook."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cuattn
+from tests.cuda.cases import BF16, CASES, F16, Case, columns_of, oracle_options, sized, to_device
+from tests.derivatives import JVP, Known, tangents_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    import cupy
+
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs compute capability 9.0")
+
+
+OWN = [
+    sized("long", 300, 2200, 128, batch=(1,)),
+    sized("long causal", 1300, 1300, batch=(1,), options={"is_causal": True}),
+    sized("many tiles", 260, 130, 128, batch=(3,), heads=60, kv_heads=20),
+    sized("many tiles column", 270, 330, batch=(3,), heads=60, kv_heads=60, mask=columns_of),
+    sized("rows before the first", 440, 440, heads=40, kv_heads=40, options={"is_causal": True}),
+    Case("dv 128", head_dim_v=128),
+    Case("d 128 dv 32", head_dim=128, head_dim_v=32),
+]
+TAKEN = [
+    case
+    for case in CASES
+    if case.dtype in (BF16, F16)
+    and max(case.head_dim, case.head_dim_v or 0) <= 128
+    and (case.head_dim_v or case.head_dim) % 8 == 0
+    and case.n_keys
+    and case.head_dim_v != 0
+    and case.bias is None
+    and "softcap" not in (case.options or {})
+] + OWN
+
+
+def solved(case, names=("q", "k", "v"), **more):
+    """Return the results of a case and what they are compared with."""
+    arrays, options = case.arrays()
+    tangents = tangents_of(arrays, names)
+    given = {name: to_device(x) for name, x in {**options, **tangents}.items()}
+    found = cuattn.jvp(*map(to_device, arrays.values()), kernel="sm90", **given, **more)
+    known = Known({**arrays, "do": None, "bias": None, **tangents}, oracle_options(case, options))
+    return [x.get() for x in (*found[:3], *found[4:])], known
+
+
+@pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
+def test_results_match_the_textbook(case):
+    found, known = solved(case)
+    known.check(JVP, found)
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_each_tangent(names, head_dim):
+    found, known = solved(Case("tangents", head_dim=head_dim, options={"is_causal": "top_left"}), names)
+    known.check(JVP, found)
+
+
+@pytest.mark.parametrize("shift", [0.0, 30.0])
+def test_tangents_that_hardly_differ_along_rows(shift):
+    """Keys that move alike move no weights: what is weighed is told apart from their common tangent."""
+    import cupy
+
+    rng = np.random.default_rng(3)
+    q, k, v, t = (rng.standard_normal((1, 2, 500, 64)).astype(F16) for _ in range(4))
+    tk = (t + shift).astype(F16)
+    arrays = {"q": q, "k": k, "v": v, "do": None, "bias": None, "tk": tk}
+    found = cuattn.jvp(*map(cupy.asarray, (q, k, v)), tk=cupy.asarray(tk), kernel="sm90")
+    Known(arrays, {}).check(JVP, [x.get() for x in (*found[:3], *found[4:])])
+
+
+def test_unrounded_results():
+    found, known = solved(Case("unrounded", head_dim=128), out_dtype=np.float32)
+    known.check(JVP, found, dtype=BF16)
+
+
+def test_hidden_keys_leak_nothing():
+    import cupy
+
+    rng = np.random.default_rng(0)
+    arrays = [cupy.asarray(rng.standard_normal((1, 2, 300, 64)).astype(np.float16)) for _ in range(6)]
+    visible = cupy.asarray(np.arange(300) < 200)[None, None, None]
+    visible = cupy.broadcast_to(visible, (1, 1, 300, 300))
+    plain = cuattn.jvp(*arrays[:3], tq=arrays[3], tk=arrays[4], tv=arrays[5], mask=visible, kernel="sm90")
+    for x in (arrays[1], arrays[2], arrays[4], arrays[5]):
+        x[:, :, 200:] = np.nan
+    again = cuattn.jvp(*arrays[:3], tq=arrays[3], tk=arrays[4], tv=arrays[5], mask=visible, kernel="sm90")
+    for a, b in zip((*plain[:3], *plain[4:]), (*again[:3], *again[4:]), strict=True):
+        assert a.tobytes() == b.tobytes()
