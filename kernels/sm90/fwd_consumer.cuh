@@ -70,9 +70,6 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         if (later_tiles_vary && block == when + 1 && arrived) next = shared.code(k.stage);
     }
 
-    __device__ __forceinline__ i32 first_tile() const { return cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
-    __device__ __forceinline__ i32 last_tile() const { return cfg::bias_keys ? work.instance >> 24 : 0; }
-
     template <bool first = false>
     __device__ __forceinline__ void await_keys() {
         if constexpr (later_tiles_vary) tile = next;
@@ -80,7 +77,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
             ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
             if constexpr (later_tiles_vary) tile = shared.code(k.stage);
         }
-        if constexpr (!later_tiles_vary) tile = counted_tile(p, first, first_tile(), tile, last_tile());
+        if constexpr (!later_tiles_vary) tile = counted_tile(p, work, first, tile);
         arrived = false;
         agree_on(tile);
         seen = !later_tiles_vary || ordinary() || !uniform(tile.hidden(warpgroup));

@@ -1,7 +1,7 @@
 """The forward along tangents for compute capability 9.0: one launch of persistent blocks, as the forward's."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import Device
@@ -19,16 +19,17 @@ _MAX_HEAD_DIM = 128
 
 
 class Widest(NamedTuple):
-    """Up to which head dimension a tile serves."""
+    """Up to which head dimension a tile serves, and its keys where each score is looked up somewhere."""
 
     head_dim: int
     tile: forward.Tile
+    few_keys: int
 
 
 # Scores and their tangents, and sums of both results, fill the registers.
 _TILES = (
-    Widest(64, forward.Tile(_ROWS, 128, 2, 2)),
-    Widest(128, forward.Tile(_ROWS, 64, 2, 1)),
+    Widest(64, forward.Tile(_ROWS, 128, 2, 2), 64),
+    Widest(128, forward.Tile(_ROWS, 64, 2, 1), 32),
 )
 
 
@@ -39,9 +40,6 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
         return against
     if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
         return f"its sums take head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
-    for name, asked in (("bias", problem.bias), ("score", problem.score), ("softcap", problem.softcap)):
-        if asked is not None:
-            return f"{name} is given, for which it has no path"
     if not (problem.moves or "v" in problem.tangents):
         return "no tangent is given"
     return None
@@ -50,8 +48,16 @@ def unsupported_reason(problem: Problem, device: Device) -> str | None:
 class Cut(forward.Cut):
     """How it is cut."""
 
+    def __init__(self, problem: Problem, bias: Any = None) -> None:
+        super().__init__(problem, bias)
+        self.split_bias, self.split_score = False, None
+        self.bias_form = self.bias_form and ("keys" if self.bias_form == "keys" else "loads")
+
     def _tile(self) -> forward.Tile:
-        return next(row.tile for row in _TILES if max(self.head_dim, self.head_dim_v) <= row.head_dim)
+        row = next(row for row in _TILES if max(self.head_dim, self.head_dim_v) <= row.head_dim)
+        if self.problem.bias is None and self.problem.score is None:
+            return row.tile
+        return row.tile._replace(block_n=row.few_keys)
 
     @property
     def shared_bytes(self) -> int:
@@ -61,7 +67,9 @@ class Cut(forward.Cut):
         tq, tk, tv = (name in problem.tangents for name in "qkv")
         results = slabs_v if problem.out_dtype == problem.dtype else 0
         queries = max((1 + tq) * slabs, 2 * results) - max(slabs, results)
-        return super().shared_bytes + ROW_BYTES * (q_stages * block_m * queries + stages * block_n * (tk * slabs + tv * slabs_v))
+        return super().shared_bytes + ROW_BYTES * (
+            q_stages * block_m * queries + stages * block_n * (tk * slabs + tv * slabs_v)
+        )
 
     def slow_reason(self, device: Device) -> str | None:
         """Say why the portable kernel would sooner be done, or return None."""
@@ -97,12 +105,12 @@ class Jvp(MappedCall, TangentCall):
 
     @functools.cached_property
     def _cut(self) -> Cut:
-        return Cut(self.problem)
+        return Cut(self.problem, self.operands.get("bias"))
 
     def prepare(self) -> Plan:
         cut = self._cut
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
-        self.begin({}, counters=1)
+        self.begin({}, counters=1, arithmetic=self.arithmetic)
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "to", "tlse"))
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
         launched = cut.path, "attention_jvp", constants, cut.blocks, warps, cut.counts | fields, (*tile, WARPGROUP_ROWS)

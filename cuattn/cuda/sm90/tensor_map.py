@@ -223,7 +223,10 @@ class MappedCall(Call):
             views[name] = self.view(name if rounded else "q", WARPGROUP_ROWS)
         views |= {name: self.view(like, tile[like in _OF_KEYS]) for name, like in beside.items()}
         maps = [
-            (name if name in self.arrays else beside[name], lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)))
+            (
+                name if name in self.arrays else beside[name],
+                lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)),
+            )
             for name, view in views.items()
         ]
         grid = (min(work, together * self.device.multiprocessors),)

@@ -8,10 +8,11 @@ import pytest
 from cuattn.cuda import families
 from cuattn.cuda.sm90.jvp import Cut, Jvp, unsupported_reason
 from cuattn.errors import UnsupportedError
-from tests.cuda.cases import BF16, F16, Case, bias_of, case_of, columns_of, dense_of
+from tests.cuda.cases import BF16, F16, Case, case_of, columns_of, dense_of
 from tests.cuda.nvrtc import kernel_resources
-from tests.cuda.recording import H200, TICKET, prepared
+from tests.cuda.recording import H200, TICKET, prepared, scored
 from tests.cuda.recording import driver as driver
+from tests.cuda.scores import SCORES
 from tests.cuda.sm90.test_forward_plan import CAUSAL, problem
 
 TANGENTS = ("q", "k", "v")
@@ -27,6 +28,10 @@ MORE = [
     Case("dropout d128", head_dim=128, options=CAUSAL_DROPOUT),
     case_of("small blocks"),
     case_of("scale zero"),
+    case_of("softcap"),
+    case_of("bias"),
+    case_of("bias row"),
+    case_of("everything"),
     Case("float32 results", options={"out_dtype": np.float32, "window": (30, 20, "top_left")}),
 ]
 MOST = 64  # bytes that a thread may spill where masks or dropout are beside all sums
@@ -41,7 +46,6 @@ def jvp_problem(head_dim=128, tangents=TANGENTS, **changes):
     [
         ({"dtype": np.dtype(np.float64)}, "float64"),
         ({"head_dim": 136}, "136"),
-        ({"bias": BF16}, "bias"),
         ({"tangents": ()}, "no tangent"),
         ({"n_keys": 0}, "nothing"),
     ],
@@ -81,20 +85,33 @@ def test_what_has_no_tangent_is_not_read(driver):
 
 
 def test_other_calls_are_left_to_the_portable_kernel(driver):
-    call = prepared(Case("biased", bias=bias_of(1, 1, 1, 1)), "jvp")
+    call = prepared(Case("wide", head_dim=160), "jvp")
     _, name, notes = families._choose(*call[:3])
-    assert name == "sm80" and any("bias" in note for note in notes)
-    with pytest.raises(UnsupportedError, match="bias"):
+    assert name == "sm80" and any("160" in note for note in notes)
+    with pytest.raises(UnsupportedError, match="160"):
         families.launch_sequence(replace(call.problem, kernel="sm90"), *call[1:3])
 
 
 @pytest.mark.parametrize("case", COMPILED + MORE, ids=str)
 def test_spills(case, driver):
     call = prepared(case, "jvp", kernel="sm90")
+    crowded = call.problem.dropout or call.problem.masks or call.problem.bias
+    assert stack_of(call) <= MOST * bool(crowded)
+
+
+def stack_of(call):
+    """Return how many bytes a thread of a call's kernel spills."""
     (kernel,) = families.launch_sequence(*call[:3])._kernels
     _, path, _, constants, _, _, traced = kernel._found
     (used,) = kernel_resources(path, constants, "sm_90a", traced).values()
-    assert used.stack <= MOST * bool(call.problem.dropout or call.problem.masks)
+    return used.stack
+
+
+@pytest.mark.parametrize("name", ["relative_table", "gated"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_score_functions_compile(name, head_dim, driver):
+    case = Case("plain", n_queries=150, n_keys=200, head_dim=head_dim)
+    assert stack_of(scored(prepared(case, "jvp", kernel="sm90"), SCORES[name](case))) <= MOST
 
 
 def test_a_band_takes_the_place_of_a_mask():

@@ -37,18 +37,18 @@ TAKEN = [
     and (case.head_dim_v or case.head_dim) % 8 == 0
     and case.n_keys
     and case.head_dim_v != 0
-    and case.bias is None
-    and "softcap" not in (case.options or {})
 ] + OWN
 
 
-def solved(case, names=("q", "k", "v"), **more):
+def solved(case, names=("q", "k", "v", "bias"), **more):
     """Return the results of a case and what they are compared with."""
     arrays, options = case.arrays()
-    tangents = tangents_of(arrays, names)
+    operands = {**arrays, "bias": options.get("bias")}
+    tangents = tangents_of(operands, names)
     given = {name: to_device(x) for name, x in {**options, **tangents}.items()}
     found = cuattn.jvp(*map(to_device, arrays.values()), kernel="sm90", **given, **more)
-    known = Known({**arrays, "do": None, "bias": None, **tangents}, oracle_options(case, options))
+    spelled_out = {name: x for name, x in oracle_options(case, options).items() if name != "bias"}
+    known = Known({**operands, "do": None, **tangents}, spelled_out)
     return [x.get() for x in (*found[:3], *found[4:])], known
 
 
