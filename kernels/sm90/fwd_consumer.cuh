@@ -77,7 +77,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
             ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
             if constexpr (later_tiles_vary) tile = shared.code(k.stage);
         }
-        if constexpr (!later_tiles_vary) tile = counted_tile(p, work, first, tile);
+        if constexpr (!later_tiles_vary) tile = counted_tile(p, first, top_tile(p, work), tile, lowest_tile(work));
         arrived = false;
         agree_on(tile);
         seen = !later_tiles_vary || ordinary() || !uniform(tile.hidden(warpgroup));

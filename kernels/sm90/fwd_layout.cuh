@@ -195,9 +195,10 @@ __device__ __forceinline__ void pass_turn(u32 warpgroup) {
     ptx::barrier_arrive(ping_pong_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
 }
 
-// Where all key tiles of a row are visited: its first one, or that which follows `before`.
-__device__ __forceinline__ KeyTile counted_tile(const Params& p, const Work& work, bool first, const KeyTile& before) {
-    const i32 top = cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1, lowest = cfg::bias_keys ? work.instance >> 24 : 0;
+// Where all key tiles of a row are visited: its first one, or that which follows `before`; of `lowest` it has no further one.
+__device__ __forceinline__ i32 top_tile(const Params& p, const Work& work) { return cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
+__device__ __forceinline__ i32 lowest_tile(const Work& work) { return cfg::bias_keys ? work.instance >> 24 : 0; }
+__device__ __forceinline__ KeyTile counted_tile(const Params& p, bool first, i32 top, const KeyTile& before, i32 lowest) {
     const i32 n = first ? top : before.n() - 1;
     const bool whole = !first || (n + 1) * cfg::block_n <= p.n_keys;
     return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == lowest ? KeyTile::last_bit : 0));

@@ -42,7 +42,7 @@ struct TangentConsumer {
     __device__ __forceinline__ void await_keys(bool first) {
         ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
         if constexpr (later_tiles_vary) tile = shared.code(k.stage);
-        else tile = counted_tile(p, work, first, tile);
+        else tile = counted_tile(p, first, top_tile(p, work), tile, lowest_tile(work));
         seen = !later_tiles_vary || !uniform(tile.hidden(warpgroup));
     }
 
