@@ -139,26 +139,19 @@ struct TangentConsumer {
 
     // Weights as they enter products: rounded, and with dropout thinned out.
     __device__ __forceinline__ void weigh() {
-        round_weights(weights, s);
-        if constexpr (cfg::moves) {
-            const float scale = tangent_scale();
-            unroll<cfg::block_n / 4>([&](int i) {
-                const auto weight = [&](int e) { return s[e] * fmaf(t[e], scale, -centre[half_of(e)]); };
-                moved[i / 4][i % 4] = pack(weight(2 * i), weight(2 * i + 1));
+        const float scale = tangent_scale();
+        const RandomStream stream = cfg::dropout ? random_stream(p.dropout, work.batch, work.head) : RandomStream{};
+        const auto moved_weight = [&](int i) { return s[i] * fmaf(t[i], scale, -centre[half_of(i)]); };
+        unroll<value_steps>([&](int block) {
+            u32 words[4];
+            if constexpr (cfg::dropout > 0) random_words(words, p, stream, row(), first_key() + 16 * block);
+            unroll<4>([&](int w) {
+                const int i = 8 * block + 2 * w;
+                const u32 kept = cfg::dropout ? drop_pair<cfg::dropout>(~0u, words[w]) : ~0u;
+                weights[block][w] = pack(s[i], s[i + 1]) & kept;
+                if constexpr (cfg::moves) moved[block][w] = pack(moved_weight(i), moved_weight(i + 1)) & kept;
             });
-        }
-        if constexpr (cfg::dropout > 0) {
-            const RandomStream stream = random_stream(p.dropout, work.batch, work.head);
-            unroll<cfg::block_n / 16>([&](int block) {
-                u32 words[4];
-                random_words(words, p, stream, row(), first_key() + 16 * block);
-                unroll<4>([&](int w) {
-                    const u32 kept = drop_pair<cfg::dropout>(~0u, words[w]);
-                    weights[block][w] &= kept;
-                    if constexpr (cfg::moves) moved[block][w] &= kept;
-                });
-            });
-        }
+        });
     }
 
     // A key tile's scores and weights, behind the sums of the tile before, where some are pending.
