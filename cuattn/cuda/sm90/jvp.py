@@ -52,6 +52,8 @@ class Cut(forward.Cut):
         super().__init__(problem, bias)
         self.split_bias, self.split_score = False, None
         self.bias_form = self.bias_form and ("keys" if self.bias_form == "keys" else "loads")
+        # Tangents of k and v share the L2 cache with them.
+        self.counts["section"] = min(max(self.counts["section"] // 2, problem.group), problem.instances)
 
     def _tile(self) -> forward.Tile:
         row = next(row for row in _TILES if max(self.head_dim, self.head_dim_v) <= row.head_dim)
@@ -72,7 +74,10 @@ class Cut(forward.Cut):
         )
 
     def slow_reason(self, device: Device) -> str | None:
-        """Say why the portable kernel would sooner be done, or return None."""
+        """Say why the portable kernel is taken unless this one is asked for, or return None."""
+        problem = self.problem
+        if problem.bias is not None or problem.score is not None or {"boolean", "function"} & {*problem.masks}:
+            return "biases, score functions, boolean masks and mask functions have not run on it yet"
         if 2 * self.blocks < device.multiprocessors:
             return "too few query rows fill the GPU, and the portable kernel has smaller tiles"
         return None
@@ -100,7 +105,7 @@ class Jvp(MappedCall, TangentCall):
         problem = self.problem
         against = unsupported_reason(problem, self.device)
         if against is None and problem.kernel is None:
-            against = "it is taken where kernel='sm90' asks for it"
+            against = self._cut.slow_reason(self.device)
         return against or self.layout_reason()
 
     @functools.cached_property

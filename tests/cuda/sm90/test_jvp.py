@@ -85,6 +85,10 @@ def test_what_has_no_tangent_is_not_read(driver):
 
 
 def test_other_calls_are_left_to_the_portable_kernel(driver):
+    few = prepared(Case("few", n_queries=64), "jvp")
+    assert any("query rows" in note for note in families._choose(*few[:3])[-1])
+    many = prepared(Case("many", n_queries=1000, heads=32, kv_heads=32), "jvp")
+    assert families._choose(*many[:3])[1] == "sm90"
     call = prepared(Case("wide", head_dim=160), "jvp")
     _, name, notes = families._choose(*call[:3])
     assert name == "sm80" and any("160" in note for note in notes)

@@ -21,11 +21,11 @@ def hopper():
 
 
 OWN = [
-    sized("long", 300, 2200, 128, batch=(1,)),
-    sized("long causal", 1300, 1300, batch=(1,), options={"is_causal": True}),
-    sized("many tiles", 260, 130, 128, batch=(3,), heads=60, kv_heads=20),
-    sized("many tiles column", 270, 330, batch=(3,), heads=60, kv_heads=60, mask=columns_of),
-    sized("rows before the first", 440, 440, heads=40, kv_heads=40, options={"is_causal": True}),
+    sized("long", 150, 2200, 128, batch=(1,)),
+    sized("long causal", 900, 900, batch=(1,), heads=1, kv_heads=1, options={"is_causal": True}),
+    sized("many tiles", 130, 140, 128, batch=(1,), heads=70, kv_heads=35),
+    sized("many tiles column", 140, 150, batch=(1,), heads=70, kv_heads=70, mask=columns_of),
+    sized("rows before the first", 180, 180, batch=(1,), heads=70, kv_heads=70, options={"is_causal": True}),
     Case("dv 128", head_dim_v=128),
     Case("d 128 dv 32", head_dim=128, head_dim_v=32),
 ]
