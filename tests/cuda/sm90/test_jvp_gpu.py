@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import cuattn
+from cuattn.errors import UnsupportedError
 from tests.cuda.cases import BF16, CASES, F16, Case, columns_of, oracle_options, sized, to_device
 from tests.derivatives import JVP, Known, tangents_of
+from tests.strategies import cases
+from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
 
@@ -58,6 +63,20 @@ def test_results_match_the_textbook(case):
     known.check(JVP, found)
 
 
+@settings(max_examples=12)  # each is compiled for its features
+@given(case=cases(dtypes=(BF16, F16)), names=st.sets(st.sampled_from(("q", "k", "v", "bias")), min_size=1))
+def test_any_problem_matches_the_textbook(case, names):
+    operands = {"q": case.q, "k": case.k, "v": case.v, "bias": case.bias}
+    tangents = tangents_of(operands, names)
+    given = {name: to_device(x) for name, x in {**operands, **tangents, **case.options}.items()}
+    try:
+        found = cuattn.jvp(*[given.pop(name) for name in "qkv"], kernel="sm90", **given)
+    except UnsupportedError:
+        assume(False)
+    spelled_out = {name: x for name, x in case.reference().items() if name != "bias"}
+    Known({**operands, "do": None, **tangents}, spelled_out).check(JVP, [x.get() for x in (*found[:3], *found[4:])])
+
+
 @pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_each_tangent(names, head_dim):
@@ -76,6 +95,37 @@ def test_tangents_that_hardly_differ_along_rows(shift):
     arrays = {"q": q, "k": k, "v": v, "do": None, "bias": None, "tk": tk}
     found = cuattn.jvp(*map(cupy.asarray, (q, k, v)), tk=cupy.asarray(tk), kernel="sm90")
     Known(arrays, {}).check(JVP, [x.get() for x in (*found[:3], *found[4:])])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_score_functions_whose_arguments_move(head_dim):
+    """Against the CPU in float64."""
+    arrays, _ = Case("scored", n_queries=150, n_keys=200, head_dim=head_dim).arrays()
+    arrays |= tangents_of(arrays, "qkv")
+    rng = np.random.default_rng(2)
+    args = [rng.standard_normal(n) for n in ((2, 150), (2, 81), (2, 150), (2, 81))]
+
+    def score(s, b, h, i, j, rows, table):
+        t = table[h, np.clip(i - j, -40, 40) + 40]
+        return s * (1 + 0.5 * np.tanh(rows[h, i])) + t * t
+
+    def results(put, dtype, **options):
+        given = {name: put(x.astype(dtype)) for name, x in arrays.items()}
+        kind = np.float64 if dtype == np.float64 else np.float32
+        args_, tangents = (tuple(put(x.astype(kind)) for x in args[n : n + 2]) for n in (0, 2))
+        found = cuattn.jvp(
+            *[given.pop(name) for name in "qkv"],
+            **given,
+            score=score,
+            score_args=args_,
+            tscore_args=tangents,
+            **options,
+        )
+        return [found.o, found.to, found.tlse]
+
+    exact, rough = (results(lambda x: x, dtype) for dtype in (np.float64, BF16))
+    for e, r, x in zip(exact, rough, results(to_device, BF16, kernel="sm90"), strict=True):
+        assert_close(x.get(), e, r, magnitude=64 * float(np.abs(e).max()))
 
 
 def test_unrounded_results():
