@@ -14,6 +14,7 @@ from cuattn.io_model.sizes import cdiv
 from cuattn.pairwise.pairs import Pairs, Sums, Wanted
 from cuattn.problem import DTYPES
 
+MOST_BATCH = 65535  # of a grid
 _THREADS = _KEYS = 128
 _COLUMNS = {4: 8, 8: 4}  # that one block sums at most, by the bytes of a number
 _REGISTERS = {4: 80, 8: 32}  # numbers that a thread's rows may hold, by the bytes of one
@@ -40,10 +41,11 @@ SUMS, LOGS, SLOPES = range(3)
 
 def takes(pairs: Pairs) -> bool:
     """Return whether the kernels are for a call's points."""
-    return pairs.dim <= MOST_DIM[pairs.work.itemsize] and not pairs.masks
+    few = pairs.dim <= MOST_DIM[pairs.work.itemsize] and math.prod(pairs.batch) <= MOST_BATCH
+    return few and not pairs.masks
 
 
-def constants_of(dtype: np.dtype, function: int, dim: int, columns: int, wanted: Wanted) -> dict[str, object]:
+def constants_of(dtype: np.dtype, function: int, dim: int, columns: int, wanted: Wanted) -> dict[str, Any]:
     """Return what the kernel is specialised by."""
     reduction = LOGS if wanted.logs else SLOPES if wanted.slopes else SUMS
     groups = max(cdiv(columns, _COLUMNS[dtype.itemsize]), 1)
@@ -77,7 +79,7 @@ def parts_of(row_blocks: int, n_keys: int, at_once: int) -> int:
 def _launch(
     device: int,
     dtype: np.dtype,
-    constants: tuple[tuple[str, object], ...],
+    constants: tuple[tuple[str, Any], ...],
     sizes: tuple[int, int, int, int],
     factor: float,
 ) -> tuple[Kernel, int, int]:

@@ -81,7 +81,7 @@ class Rows:
             np.zeros((*shape, columns)) if wanted.sums else None,
             np.full(shape, -np.inf) if wanted.logs else None,
             np.zeros((*shape, self._dim)) if wanted.slopes else None,
-            np.zeros(shape) if wanted.slopes else None,
+            np.zeros(shape) if wanted.moments else None,
         )
         self._finite = wanted.v is None or bool(np.isfinite(wanted.v).all())
         if 0 not in (*shape, self._keys):
@@ -131,7 +131,7 @@ class Rows:
         wanted, results = self._wanted, self._results
         if hidden is not None:
             np.copyto(s, 0, where=hidden)
-        w = s / s.dtype.type(-self._function.base) if wanted.slopes else None
+        w = s * s.dtype.type(-1 / self._function.base) if wanted.moments else None
         if wanted.row_log is not None:
             bounded = False
             s += wanted.key_log[keys] * s.dtype.type(_LOG2_E)
@@ -147,7 +147,8 @@ class Rows:
             weights *= slope
             if hidden is not None:
                 np.copyto(weights, 0, where=hidden)
-            results.moments[rows] += np.einsum("ij,ij->i", weights, w)
+            if wanted.moments:
+                results.moments[rows] += np.einsum("ij,ij->i", weights, w)
             weights = weights.astype(centre.dtype, copy=False)
             x, y = (self._x[rows] - centre), (self._y[keys] - centre)
             if hidden is not None:

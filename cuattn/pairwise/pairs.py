@@ -41,8 +41,10 @@ class Wanted(NamedTuple):
     logs : bool
         log sum_j exp(key_log_j - w_ij).
     slopes : bool
-        sum_j g_ij (x_i - y_j) and sum_j g_ij w_ij, with g_ij = (u_i . v_j) (-dk/dw)_ij.  With logarithms k is the
-        Gaussian, multiplied by their exponentials.
+        sum_j g_ij (x_i - y_j), with g_ij = (u_i . v_j) (-dk/dw)_ij.  With logarithms k is the Gaussian, multiplied by
+        their exponentials.
+    moments : bool
+        sum_j g_ij w_ij beside it.
     """
 
     u: Any = None
@@ -52,6 +54,7 @@ class Wanted(NamedTuple):
     sums: bool = False
     logs: bool = False
     slopes: bool = False
+    moments: bool = False
 
 
 class Sums(NamedTuple):

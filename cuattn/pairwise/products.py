@@ -229,17 +229,17 @@ def matvec_backward(
 def gradients(pairs: Pairs, u: Any, v: Any, row_log: Any = None, key_log: Any = None) -> tuple[Any, Any, Any, Any]:
     """Return the gradients of sum_ij (u_i . v_j) k_ij by x, y and v, and by the logarithm of the points' scale.
 
-    With logarithms k is the Gaussian, multiplied by their exponentials.
+    With logarithms k is the Gaussian, multiplied by their exponentials; there the last is not for use.
     """
     room = engine(pairs, slopes=True)
     if room is None:
         from cuattn.pairwise.attention import Attention
 
         return Attention(pairs).slopes(u, v, row_log, key_log)
-    of_x: Sums = room.run(pairs, Wanted(u, v, row_log, key_log, slopes=True))
+    of_x: Sums = room.run(pairs, Wanted(u, v, row_log, key_log, slopes=True, moments=row_log is None))
     of_y: Sums = room.run(pairs, Wanted(v, u, key_log, row_log, slopes=True, sums=True), transposed=True)
     factor = -2 * pairs.factor
-    dscale = -2 * of_x.moments.sum(dtype=np.float64)
+    dscale = None if of_x.moments is None else -2 * of_x.moments.sum(dtype=np.float64)
     return factor * of_x.directions, factor * of_y.directions, of_y.sums, dscale
 
 

@@ -12,7 +12,7 @@ from cuattn.cuda.arguments import pad
 from cuattn.cuda.device import device_of
 from cuattn.cuda.launch import Kernel
 from cuattn.io_model.sizes import cdiv
-from cuattn.pairwise.device import address_of, log_sum, nothing, parts_of
+from cuattn.pairwise.device import MOST_BATCH, address_of, log_sum, nothing, parts_of
 from cuattn.pairwise.functions import FUNCTIONS
 from cuattn.pairwise.pairs import Pairs, Sums, Wanted
 
@@ -35,11 +35,11 @@ PARAMS = np.dtype(
 
 def takes(pairs: Pairs) -> bool:
     """Return whether the kernels are for a call's points: the Laplacian asks for more digits where points are near."""
-    fits = pairs.work == np.float32 and pairs.dim <= MOST_DIM and not pairs.masks
-    return fits and pairs.function is not FUNCTIONS["laplacian"]
+    fits = pairs.work == np.float32 and pairs.dim <= MOST_DIM and math.prod(pairs.batch) <= MOST_BATCH
+    return fits and not pairs.masks and pairs.function is not FUNCTIONS["laplacian"]
 
 
-def constants_of(function: int, dim: int, columns: int, logs: bool, tf32: bool) -> dict[str, object]:
+def constants_of(function: int, dim: int, columns: int, logs: bool, tf32: bool) -> dict[str, Any]:
     """Return what the kernels are specialised by, for points of `dim` coordinates, a multiple of 16."""
     most = 4 if dim <= 64 else 2
     width = max(cdiv(columns, max(cdiv(columns, most), 1)), 1)
@@ -55,7 +55,7 @@ def constants_of(function: int, dim: int, columns: int, logs: bool, tf32: bool) 
 
 @lru_cache(maxsize=256)
 def _launches(
-    device: int, constants: tuple[tuple[str, object], ...], sizes: tuple[int, int, int, int]
+    device: int, constants: tuple[tuple[str, Any], ...], sizes: tuple[int, int, int, int]
 ) -> tuple[Kernel, Kernel, int, int]:
     """Return the launches, in how many parts the keys are divided, and their number in whole tiles."""
     batch, n_rows, n_keys, columns = sizes

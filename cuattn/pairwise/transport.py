@@ -251,9 +251,10 @@ def _log_weights(pairs: Pairs, name: str, points: str) -> Any:
 
 def _iterate(plan: _Plan, count: int, tol: float, show: Callable[..., None]) -> tuple[int, float | None]:
     """Update the potentials; return the iterations taken and the error as it was last read."""
-    error = None
-    plan.f = plan.update_f()
-    for taken in range(1, count + 1):
+    error, taken, f = None, 0, plan.update_f()
+    while taken < count:
+        taken += 1
+        plan.f = f
         plan.g = plan.update_g()
         reads = tol > 0 and (taken % _EVERY == 0 or taken == count)
         if reads or taken < count:
@@ -263,8 +264,6 @@ def _iterate(plan: _Plan, count: int, tol: float, show: Callable[..., None]) -> 
         show(taken, error)
         if error is not None and error <= tol:
             break
-        if taken < count:
-            plan.f = f
     return taken, error
 
 
