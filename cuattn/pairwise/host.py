@@ -143,17 +143,17 @@ class Rows:
         if wanted.sums:
             results.sums[rows] += product(k, v, hidden if not self._finite else None)
         if wanted.slopes:
-            weights = np.matmul(wanted.u[rows], v.T)
-            weights *= slope
+            u = wanted.u[rows]
+            weights = slope * v.T * u if v.shape[-1] == 1 else np.matmul(u, v.T) * slope  # BLAS is slow on vectors
             if hidden is not None:
                 np.copyto(weights, 0, where=hidden)
             if wanted.moments:
                 results.moments[rows] += np.einsum("ij,ij->i", weights, w)
-            weights = weights.astype(centre.dtype, copy=False)
-            x, y = (self._x[rows] - centre), (self._y[keys] - centre)
+            y = self._y[keys] - centre
             if hidden is not None:
                 y = np.where(np.isfinite(y), y, 0)
-            results.directions[rows] += x * weights.sum(-1, keepdims=True) - weights @ y
+            pulled = weights.astype(centre.dtype, copy=False) @ np.concatenate([y, np.ones_like(y[:, :1])], -1)
+            results.directions[rows] += (self._x[rows] - centre) * pulled[:, -1:] - pulled[:, :-1]
 
     def _states(self, instances: Sequence[Any], tile: int) -> ndarray | None:
         """Return the states of a row tile's key tiles; None where nothing is hidden."""
