@@ -10,8 +10,6 @@ import importlib
 import time
 from pathlib import Path
 
-from PIL import Image
-
 from bench import style
 from bench.rows import RESULTS
 
@@ -20,6 +18,8 @@ EXAMPLES = ("density", "ridge", "colours", "mean_shift")
 
 def main():
     """Run the command."""
+    from PIL import Image
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)}")
     parser.add_argument("--folder", type=Path, default=RESULTS)

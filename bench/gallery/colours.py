@@ -1,7 +1,6 @@
 """Colours of one photograph carried to another by optimal transport: Sinkhorn on samples, attention on all pixels."""
 
 import numpy as np
-from sklearn.datasets import load_sample_image
 
 import cuattn
 from bench.style import panels
@@ -12,6 +11,8 @@ EPS = 0.005  # of half squared distances between colours in [0, 1]^3
 
 def photographs(step=1):
     """Return two photographs, which ship with scikit-learn, as colours in [0, 1]."""
+    from sklearn.datasets import load_sample_image
+
     return [load_sample_image(name)[::step, ::step].astype(np.float32) / 255 for name in ("china.jpg", "flower.jpg")]
 
 

@@ -1,14 +1,14 @@
 """Kernel ridge regression on handwritten digits, which ship with scikit-learn: ten targets, conjugate gradients."""
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 from bench.style import INK, OURS, QUIET, WORSE, panels
-from cuattn.sklearn import KernelRidge
 
 
 def split(count=None, seed=0):
     """Return images and labels for training and for testing."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(images))[:count]
     images, labels, half = images[order].astype(np.float32) / 16, labels[order], len(order) * 2 // 3
@@ -17,6 +17,8 @@ def split(count=None, seed=0):
 
 def accuracy(train, labels, test, expected, bandwidth, alpha=0.1):
     """Return the share of digits that are read right, and what is read."""
+    from cuattn.sklearn import KernelRidge
+
     model = KernelRidge(alpha, bandwidth=bandwidth, tol=1e-3).fit(train, np.eye(10, dtype=np.float32)[labels])
     read = model.predict(test).argmax(1)
     return (read == expected).mean(), read
