@@ -43,7 +43,7 @@ class Attention:
             "scale": 1.0,
             "precision": "tf32" if pairs.precision == "tf32" else None,
             "score": pairs.function.score,
-            "kernel": None if pairs.kernel == "products" else pairs.kernel,
+            "kernel": pairs.kernel,
         }
 
     def _cast(self, array: Any) -> Any:

@@ -24,7 +24,7 @@ from cuattn.problem.scalars import choice
 DIRECT_DIM = 8
 """Coordinates up to which distances are sums of squared differences, or as exact as those."""
 
-KERNELS = "cpu", "direct", "products", "sm80", "sm90"
+KERNELS = "cpu", "direct", "sm80", "sm90"
 
 
 class Wanted(NamedTuple):

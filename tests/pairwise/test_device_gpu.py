@@ -70,7 +70,7 @@ def test_few_coordinates_are_as_good_as_differences(spread):
 
 @pytest.mark.parametrize(("d", "p"), [(40, 1), (64, 5), (128, 3)])
 @pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_products_by_tensor_cores(d, p, spread):
+def test_many_coordinates_by_attention(d, p, spread):
     """Above 32 coordinates the error grows with the points' distance from their mean, as is promised."""
     problem = Problem(d, p, 300, 900, spread)
     problem.b = np.abs(problem.b)

@@ -16,8 +16,8 @@ NAMES = "dx", "dy", "db", "dbandwidth"
 def way(request, monkeypatch):
     """Both ways to compute: the host's own tiles, and attention, which GPUs take for many coordinates."""
     if request.param == "attention":
-        monkeypatch.setattr(products, "engine", lambda pairs, slopes=False: None)
-        monkeypatch.setattr(logsums, "engine", lambda pairs, slopes=False: None)
+        monkeypatch.setattr(products, "engine", lambda pairs: None)
+        monkeypatch.setattr(logsums, "engine", lambda pairs: None)
     return request.param
 
 
