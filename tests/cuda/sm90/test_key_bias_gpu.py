@@ -10,7 +10,6 @@ from tests.cuda.cases import BF16, Case, bias_of, columns_of, same_bits, sized
 from tests.cuda.gpu import made
 from tests.cuda.scores import Score
 from tests.cuda.sm80.test_score_gpu import check, results
-from tests.cuda.sm90.test_forward_gpu import hopper as hopper
 
 pytestmark = pytest.mark.gpu
 
