@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 import cuattn
 from cuattn.rng import threshold
+from cuattn.torch import core
 from cuattn.torch.autograd import Attention, Jvp, innermost, of_operands, record_output, record_statistics, transforms
 from cuattn.torch.core import Call, Tensors, state_of
 
@@ -52,7 +53,8 @@ def _along_tangents(call: Call, operands: Tensors) -> Tensors:
     tangents = of_operands([pair and pair.tangent for pair in pairs])
     if all(tangent is None for tangent in tangents):
         return Attention.apply(call, *operands)
-    o, l, m, to, tlse = Jvp.apply(call, *tangents, *[pair and pair.primal for pair in pairs])
+    jvp = core.jvp if innermost() is None else Jvp.apply
+    o, l, m, to, tlse = jvp(call, *tangents, *[pair and pair.primal for pair in pairs])
     return forward_ad.make_dual(o, to), l, forward_ad.make_dual(m, tlse)
 
 
