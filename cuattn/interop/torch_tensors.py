@@ -43,7 +43,7 @@ class Torch(ArrayOrigin):
         except RuntimeError as error:
             raise UnsupportedError(
                 f"{name} has no memory that can be read ({error}); inside a transform of torch.func call "
-                "cuattn.torch.attention"
+                "cuattn.torch.attention, and take torch.func's jacrev or vmap for is_grads_batched or vectorize=True"
             ) from error
         raise UnsupportedError(f"{name} is on device {str(value.device)!r}; expected a tensor on 'cpu' or 'cuda'")
 
