@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cuattn.api import backward, forward, merge
-from cuattn.distributed.arrays import joined, local, merged, taken
+from cuattn.distributed.arrays import joined, local, merged, part, taken
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout
@@ -174,9 +174,8 @@ class Walk(ABC):
             array = self.arrays[name]
             if name == "bias":
                 array = self.whole.bias(self.arrays, self.team.layout("key").rows(client))
-            own = self.team.own(self.team.axis)
-            at_home = client == self.team.index and runs == own  # no message, for which it had to be contiguous
-            found[name] = array if at_home else taken(array, own, runs, axis_of(name))
+            cut = part if client == self.team.index else taken  # messages are contiguous
+            found[name] = cut(array, self.team.own(self.team.axis), runs, axis_of(name))
         return found
 
     def _room(self, names: Sequence[str], runs: Runs, client: int, dtype: Any = None) -> Arrays:

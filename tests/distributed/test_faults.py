@@ -76,6 +76,7 @@ def test_functions_differ_by_what_they_are_and_capture():
         ({"layout": Layout.contiguous(60, 2)}, ShapeError, "layout has lengths"),
         ({"layout": 3}, ArgumentError, "layout is 3"),
         ({"bias": np.zeros((32, 32), np.float32)}, ShapeError, "by all 64 keys"),
+        ({"bias": np.zeros((40, 64), np.float32)}, ShapeError, "bias has shape (40, 32)"),
         ({"window": ((-1, 0), (-1, 0))}, ArgumentError, "window's left is -1"),
         ({"algorithm": "star"}, ArgumentError, "algorithm is 'star'"),
         ({"sale": 3}, TypeError, "unexpected keyword argument 'sale'"),
