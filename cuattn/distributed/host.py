@@ -143,7 +143,9 @@ class Nccl:
         cuda = load_cupy("array").cuda
         if self._late:
             raise DistributedError(f"NCCL did not finish within {self._timeout:g} s")
-        stream = stream or cuda.get_current_stream()
+        stream, done = stream or cuda.get_current_stream(), cuda.Event(disable_timing=True)
+        enqueued = threading.Event()  # which waits for peers, too, when they first meet
+        self._pending.put((enqueued, done, cuda.Device(), time.monotonic() + self._timeout))
         cuda.nccl.groupStart()
         try:
             for call, messages in ((self._nccl.send, sends), (self._nccl.recv, recvs)):
@@ -151,17 +153,17 @@ class Nccl:
                     call(array.data.ptr, array.nbytes, cuda.nccl.NCCL_UINT8, peer, stream.ptr)
         finally:
             cuda.nccl.groupEnd()
-        self._pending.put((stream.record(), cuda.Device(), time.monotonic() + self._timeout))
+        done.record(stream)
+        enqueued.set()
 
     def _watch(self) -> None:
         """Abort what is not done in time."""
         while (item := self._pending.get()) is not None:
-            event, device, end = item
+            enqueued, event, device, end = item
             with device:
-                while not event.done and time.monotonic() < end:
-                    self._nccl.check_async_error()
+                while not (done := enqueued.is_set() and event.done) and time.monotonic() < end:
                     time.sleep(1e-2)
-                if not event.done:
+                if not done:
                     self._late = True
                     LOG.error("NCCL did not finish within %g s: aborted", self._timeout)
                     self._nccl.abort()
