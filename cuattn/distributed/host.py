@@ -142,7 +142,7 @@ class Nccl:
         """Enqueue messages."""
         cuda = load_cupy("array").cuda
         if self._late:
-            raise DistributedError(f"NCCL did not finish within {self._timeout:g} s")
+            raise DistributedError(f"NCCL failed, or did not finish within {self._timeout:g} s")
         stream, done = stream or cuda.get_current_stream(), cuda.Event(disable_timing=True)
         enqueued = threading.Event()  # which waits for peers, too, when they first meet
         self._pending.put((enqueued, done, cuda.Device(), time.monotonic() + self._timeout))
@@ -161,18 +161,26 @@ class Nccl:
         while (item := self._pending.get()) is not None:
             enqueued, event, device, end = item
             with device:
-                while not (done := enqueued.is_set() and event.done) and time.monotonic() < end:
+                while not (done := enqueued.is_set() and event.done) and time.monotonic() < end and self._sound():
                     time.sleep(1e-2)
                 if not done:
                     self._late = True
-                    LOG.error("NCCL did not finish within %g s: aborted", self._timeout)
+                    LOG.error("NCCL failed, or did not finish within %g s: aborted", self._timeout)
                     self._nccl.abort()
                     return
 
-    def close(self) -> None:
-        """Free the communicator."""
+    def _sound(self) -> bool:
+        """Return whether NCCL knows of no error."""
+        try:
+            self._nccl.check_async_error()
+        except Exception:  # CuPy's NcclError, which only a build with NCCL has
+            return False
+        return True
+
+    def close(self, *, destroy: bool = True) -> None:
+        """End, and free the communicator."""
         self._pending.put(None)
-        if not self._late:
+        if destroy and not self._late:
             self._nccl.destroy()
 
 
@@ -201,3 +209,6 @@ class OfNccl(Process):
 
     def close(self) -> None:
         """Leave the communicator to its owner."""
+        if self._nccl is not None:
+            self._nccl.close(destroy=False)
+            self._nccl = None
