@@ -107,9 +107,8 @@ class Request:
             check_state("fwd.rng_state", self.state, level)
             self.state = random = None if self.state is None else recorded(self.state)
         else:
-            random = settings["rng"]
-            self.state = resolve(random) if level or isinstance(random, int | RNGState) else None
-            random = type(random).__name__ if isinstance(random, np.random.Generator) else random
+            random = type(settings["rng"]) if isinstance(settings["rng"], np.random.Generator) else settings["rng"]
+            self.state = resolve(settings["rng"]) if level else None
         if isinstance(random, RNGState) and not isinstance(random.offset, int):
             random = random.seed
         facts = {"the operation": self.operation.name, "the memory": self.home.backend, **self.placing}
@@ -153,11 +152,11 @@ class Request:
     def _settle(self, everyone: list[dict[str, Any]]) -> None:
         """Check this rank's arguments against the whole problem, given what each rank brings."""
         comm, settings, arrays = self.comm, self.settings, self.arrays
-        if self.operation.replays and self.sums == np.float64:  # gradients of parts have their operand's dtype
+        if self.operation.replays and self.dtype == np.float64:  # gradients of parts have their operand's dtype
             learned, args = self.learned, enumerate(self._score_args)
-            self._score_args = tuple(x.astype(self.sums) if n in learned else x for n, x in args)
+            self._score_args = tuple(x.astype(self.dtype) if n in learned else x for n, x in args)
             if "bias" in arrays:
-                arrays["bias"] = arrays["bias"].astype(self.sums, copy=False)
+                arrays["bias"] = arrays["bias"].astype(self.dtype, copy=False)
         if self.placing["algorithm"] not in (None, *ALGORITHMS):
             names = ", ".join(map(repr, ALGORITHMS))
             raise ArgumentError(f"algorithm is {shown(self.placing['algorithm'])}; expected None or one of {names}")
@@ -180,7 +179,7 @@ class Request:
         self.whole = Whole(n_queries, n_keys, leading, own, self.mask, self.state, options)
         check_band(settings["is_causal"], settings["window"], n_queries, n_keys)
         _check_mask(self.mask, n_queries, n_keys)
-        if self.state is not None and threshold(settings["dropout_p"]):
+        if self.state is not None:
             _check_places(self.rows, self.keys)
         if "bias" in arrays:
             self._check_bias([one["rows"][0] for one in everyone])
@@ -208,10 +207,11 @@ class Request:
             corners["mask"] = self.whole.part(rows, keys)["mask"]
         arrays = {name: self.arrays.get(name) for name in self.operation.inputs} | corners
         options = Options(**{name: part[name] for name in Options._fields if name in part})
-        call = dispatch.Call(
-            self.operation, arrays, options, self.state, part["origin"], None, part["score"], part["score_args"]
+        random = self.state if self.operation.replays else self.settings["rng"]
+        functions = part["score"], part["score_args"]
+        self.local = dispatch.plan(
+            dispatch.Call(self.operation, arrays, options, random, part["origin"], None, *functions)
         )
-        self.local = dispatch.plan(call)
 
     def _choose(self, batch: tuple[int, ...], heads: tuple[int, int], own: set[int]) -> None:
         """Choose the algorithm; heads can be exchanged where each operand has its own."""
