@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -185,7 +185,7 @@ class Request:
             self._check_bias([one["rows"][0] for one in everyone])
         self._check_part()
         self._choose(batch, (heads, kv_heads), {x[-3] if len(x) > 2 else 1 for x in (q, k, v)})
-        self._outputs.check(self._made(), arrays, self.home)
+        self._outputs.check(self.made, arrays, self.home)
 
     def _check_bias(self, rows: list[int]) -> None:
         """Check the bias's keys, and call it what it is: one of this rank's rows, or of no rows."""
@@ -235,7 +235,8 @@ class Request:
         asked = self.placing["algorithm"] is not None
         return planned(self.costs, self.algorithm, asked, self.size, self.comm.size, self.local)
 
-    def _made(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    @cached_property
+    def made(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Return shape and dtype of each result."""
         arrays, dtype = self.arrays, check_out_dtype(self.settings.get("out_dtype"), self.dtype)
         rows = (*self.whole.leading, arrays["q"].shape[-2])
@@ -257,7 +258,7 @@ class Request:
 
     def delivered(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Return results as the caller's kind of array, of the dtypes that they have to have."""
-        made = self._made()
+        made = self.made
         arrays = [results[name].astype(dtype, copy=False) for name, (_, dtype) in made.items()]
         self._outputs.direct.clear()  # they are filled below
         if self.home.kind == "torch":

@@ -28,7 +28,7 @@ from cuattn.masks.runs import Runs, length_of
 from cuattn.results import Forward
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
-"""Sources and clients of a rank, among those that share an axis; itself in the first stage."""
+"""Sources and clients of a rank, among those that share an axis."""
 
 Arrays = dict[str, Any]
 
@@ -36,15 +36,28 @@ OF_ROWS, OF_KEYS = ("q", "do", "o", "l", "m", "dlse", "bias"), ("k", "v")
 """What is dealt out with rows and with keys; gradients go by the names of their operands."""
 
 
-def stages(algorithm: str, index: int, size: int) -> list[Stage]:
+def steps(size: int, returning: bool) -> list[int]:
+    """Return by how many places sources precede, and clients follow, a rank in each of its stages.
+
+    Its own part comes first, so that the first that is sent can be fetched meanwhile; or last, so that the last partial
+    results can return.
+
+    >>> steps(3, False), steps(3, True)
+    ([0, 1, 2], [1, 2, 0])
+    """
+    found = list(range(1, size))
+    return [*found, 0] if returning else [0, *found]
+
+
+def stages(algorithm: str, index: int, size: int, returning: bool) -> list[Stage]:
     """Return what a rank does in turn.
 
-    >>> stages("ring", 0, 3), stages("gather", 0, 3)
+    >>> stages("ring", 0, 3, False), stages("gather", 0, 3, False)
     ([((0,), (0,)), ((2,), (1,)), ((1,), (2,))], [((0, 1, 2), (0, 1, 2))])
     """
     if algorithm == "gather":
         return [(tuple(range(size)), tuple(range(size)))]
-    return [(((index - t) % size,), ((index + t) % size,)) for t in range(size)]
+    return [(((index - step) % size,), ((index + step) % size,)) for step in steps(size, returning)]
 
 
 @dataclass
