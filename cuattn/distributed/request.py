@@ -209,9 +209,8 @@ class Request:
         options = Options(**{name: part[name] for name in Options._fields if name in part})
         random = self.state if self.operation.replays else self.settings["rng"]
         functions = part["score"], part["score_args"]
-        self.local = dispatch.plan(
-            dispatch.Call(self.operation, arrays, options, random, part["origin"], None, *functions)
-        )
+        self._part = dispatch.Call(self.operation, arrays, options, random, part["origin"], None, *functions)
+        dispatch.check_call(self._part)
 
     def _choose(self, batch: tuple[int, ...], heads: tuple[int, int], own: set[int]) -> None:
         """Choose the algorithm; heads can be exchanged where each operand has its own."""
@@ -233,7 +232,8 @@ class Request:
     def plan(self) -> DistributedPlan:
         """Return the plan."""
         asked = self.placing["algorithm"] is not None
-        return planned(self.costs, self.algorithm, asked, self.size, self.comm.size, self.local)
+        local = dispatch.plan(self._part)
+        return planned(self.costs, self.algorithm, asked, self.size, self.comm.size, local)
 
     @cached_property
     def made(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
