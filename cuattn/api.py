@@ -133,8 +133,8 @@ def attention(
 
     Notes
     -----
-    Extra memory is O(Nq).  Automatic differentiation is explicit: wrap :func:`forward` and :func:`backward` in a
-    ``torch.autograd.Function`` or a ``jax.custom_vjp``.
+    Extra memory is O(Nq).  Automatic differentiation is explicit, by :func:`forward` and :func:`backward`; for PyTorch
+    ``cuattn.torch.attention`` is this function with gradients.
 
     References
     ----------

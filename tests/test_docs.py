@@ -30,7 +30,8 @@ RECORD = ("GL08", "SS01", "SS02", "SS03")  # of errors and of what functions ret
 
 @pytest.mark.parametrize("name", ["cuattn", *MODULES])
 def test_doctests(name):
-    module = importlib.import_module(name)
+    wraps = name.split(".")[1:2] in (["torch"], ["jax"], ["transformers"], ["sklearn"])  # what may be absent
+    module = pytest.importorskip(name) if wraps else importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
 
