@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cuattn import interop
-from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
+from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, expect_no_tracing, shown
 from cuattn.interop import Outputs
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import band_of_runs
@@ -174,11 +174,7 @@ def compute(call: Call) -> tuple[list[Any], Any]:
     """
     if "torch._dynamo" not in sys.modules:
         return _run(call)
-    if sys.modules["torch"].compiler.is_compiling():
-        raise UnsupportedError(
-            "q, k, v are being traced by torch.compile, and cuattn runs on real memory alone; call it through "
-            "torch.compiler.disable(cuattn.attention), or without fullgraph=True"
-        )
+    expect_no_tracing()
     return _opaque()(call)
 
 

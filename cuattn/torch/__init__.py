@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 
-import cuattn
 from cuattn.errors import ArgumentError, DtypeError
 from cuattn.interop import type_name
-from cuattn.rng import threshold
-from cuattn.torch.autograd import Attention, Recorded, transforms
-from cuattn.torch.core import Call, state_of
+from cuattn.torch import eager, operators  # noqa: F401 (PyTorch knows operators from now on)
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -97,21 +94,12 @@ def attention(
         "dropout_p": dropout_p,
         "enable_gqa": enable_gqa,
     }
-    tensors = (q, k, v, bias, *score_args)
-    differentiated = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
-    transformed = transforms()
-    seed = _seed(q) if dropout_p and threshold(dropout_p) else None
-    if not differentiated and not transformed:
-        keywords = dict(options, mask=mask, bias=bias, score=score, score_args=score_args, rng=state_of(seed))
-        if not return_lse:
-            return cuattn.attention(q, k, v, **keywords)
-        o, l, m, _ = cuattn.forward(q, k, v, **keywords)
-    else:
-        array = mask if isinstance(mask, torch.Tensor) else None
-        call = Call(options, None if array is not None else mask, score, score_args, deterministic)
-        scores = [x for x in score_args if isinstance(x, torch.Tensor)]
-        o, l, m = (Attention if transformed else Recorded).apply(call, q, k, v, bias, array, seed, *scores)
-    return (o, m + l.log()) if return_lse else o
+    run = eager.attention
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        from cuattn.torch import compiled
+
+        run = compiled.attention
+    return run(q, k, v, options, mask, bias, score, score_args, deterministic, return_lse)
 
 
 def scaled_dot_product_attention(
@@ -188,10 +176,3 @@ def _cast(*tensors: Any) -> list[Any]:
         x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in tensors
     ]
-
-
-def _seed(q: Any) -> torch.Tensor:
-    """Return a seed from PyTorch's generator: on the host, or on the GPU where a graph is captured, to be replayed."""
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return torch.randint(2**32, (), device=q.device)
-    return torch.randint(2**63 - 1, ())

@@ -15,6 +15,7 @@ l is constant to all of them, and m stands for lse, so that ``m + log(l)`` has t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ _GRADIENTS = ("q", "k", "v", "bias")
 def transforms() -> bool:
     """Whether transforms of torch.func are at work, or tensors may carry tangents."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def innermost() -> str | None:
+    """Return what the innermost transform of torch.func is."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return None if interpreter is None else interpreter.key().name
 
 
 class _Operation(Function):
@@ -60,7 +67,8 @@ class _Operation(Function):
     @classmethod
     def vmap(cls, info: Any, dims: Any, call: Any, *tensors: Any) -> tuple[Tensors, int]:
         """Apply it to each element of an axis."""
-        return batched(cls.apply, cls.inputs, cls.outputs, info.batch_size, dims[1:], call, tensors), 0
+        apply = functools.partial(cls.apply, call)
+        return batched(apply, cls.inputs, cls.outputs, call.counts, info.batch_size, dims[1:], tensors), 0
 
 
 class _Differentiated:
@@ -108,7 +116,7 @@ class Attention(_Differentiated, _Operation):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Tensors:
-        *_, to, tlse = Jvp.apply(ctx.call, *_of_operands(tangents), *ctx.saved_tensors)
+        *_, to, tlse = Jvp.apply(ctx.call, *of_operands(tangents), *ctx.saved_tensors)
         return to, None, tlse
 
 
@@ -128,7 +136,7 @@ class Backward(_Operation):
     @staticmethod
     def jvp(ctx: Any, _: Any, tdo: Any, tdlse: Any, *rest: Any) -> Tensors:
         do, dlse, _, _, _, *x = ctx.saved_tensors
-        found = BackwardJvp.apply(ctx.call, do, dlse, tdo, tdlse, *_of_operands(rest[3:]), *x)
+        found = BackwardJvp.apply(ctx.call, do, dlse, tdo, tdlse, *of_operands(rest[3:]), *x)
         return found[len(found) // 2 :]
 
 
@@ -149,7 +157,7 @@ class Jvp(_Operation):
         found = BackwardJvp.apply(ctx.call, dto, dtlse, do, dlse, *tangents, *x)
         half = len(found) // 2
         by_tangents, by_operands = (spread(part, x[3], x[6:]) for part in (found[:half], found[half:]))
-        given = zip(_of_operands(by_tangents), tangents, strict=True)
+        given = zip(of_operands(by_tangents), tangents, strict=True)
         return None, *[None if t is None else gradient for gradient, t in given], *by_operands
 
 
@@ -175,11 +183,11 @@ class DoubleBackward(_Last):
     forward = staticmethod(core.double_backward)
 
 
-def _of_operands(tangents: Tensors) -> Tensors:
+def of_operands(tangents: Tensors) -> Tensors:
     """Return tangents without those of mask and seed, which have none."""
     return *tangents[:4], *tangents[6:]
 
 
 def _by_operand(cotangents: Tensors, x: Any) -> Tensors:
     """Return the cotangents of gradients, which are there or not, in the order of tangents."""
-    return _of_operands(spread(cotangents, x[3], x[6:]))
+    return of_operands(spread(cotangents, x[3], x[6:]))
