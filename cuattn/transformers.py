@@ -16,8 +16,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 import cuattn.torch
-from cuattn import ColumnMask
 from cuattn.errors import DtypeError, UnsupportedError, shown
+from cuattn.masks import ColumnMask
 
 __all__ = ["register"]
 

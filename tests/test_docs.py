@@ -17,11 +17,9 @@ MODULES = sorted(
     for info in pkgutil.walk_packages(cuattn.__path__, "cuattn.")
     if not info.name.endswith("__main__") and not info.name.startswith("cuattn.cuda")
 )
-PUBLIC = [
-    f"{room}.{name}"
-    for room in ("cuattn", "cuattn.masks", "cuattn.rng", "cuattn.io_model", "cuattn.reference", "cuattn.errors")
-    for name in importlib.import_module(room).__all__
-]
+WRAPPERS = [f"cuattn.{name}" for name in ("jax", "transformers") if importlib.util.find_spec(name)]
+ROOMS = ("cuattn", "cuattn.masks", "cuattn.rng", "cuattn.io_model", "cuattn.reference", "cuattn.errors", *WRAPPERS)
+PUBLIC = [f"{room}.{name}" for room in ROOMS for name in importlib.import_module(room).__all__]
 
 # numpydoc's codes: summary, sections, parameters and returns that are missing or do not match the signature.
 CHECKED = ("GL08", "SS01", "SS02", "SS03", "PR01", "PR02", "PR03", "PR04", "RT01", "EX01")
