@@ -209,7 +209,7 @@ def test_masks_of_traced_vectors():
 
 @both
 @pytest.mark.parametrize("place", ["mask", "from_function", "score"])
-def test_functions_of_the_batch_are_mapped_call_by_call(place, stage):
+def test_functions_see_the_batch_of_their_call(place, stage):
     def visible(b, h, i, j):
         return (b == 0) | (i >= j)
 
@@ -221,6 +221,25 @@ def test_functions_of_the_batch_are_mapped_call_by_call(place, stage):
     q, k, v = qkv(4, 2, 3)
     known = cuattn.attention(q[1], k[1], v[1], **keywords)
     np.testing.assert_array_equal(stage(jax.vmap(functools.partial(attention, **keywords)))(q, k, v)[1], known)
+
+
+def test_arguments_of_a_score_function_are_mapped():
+    """Twice, of some axes or all, with gradients of their own."""
+
+    def score(s, b, h, i, j, slope, shift):
+        return s * slope[h] + shift[b % 2, i - j]
+
+    q, slopes, shifts = jnp.asarray(normal(5, 3, 2, 4, N, D)), jnp.asarray(normal(5, 4)), jnp.asarray(normal(3, 2, N))
+
+    def loss(q, slope, shift):
+        return jnp.sin(attention(q, q, q, score=score, score_args=(slope, shift))).sum()
+
+    everything = jax.grad(loss, (0, 1, 2))
+    found = jax.jit(jax.vmap(jax.vmap(everything, (0, None, 0)), (0, 0, None)))(q, slopes, shifts)
+    for outer, inner in np.ndindex(5, 3):
+        known = everything(q[outer, inner], slopes[outer], shifts[inner])
+        for one, other in zip(found, known, strict=True):
+            np.testing.assert_allclose(one[outer, inner], other, atol=1e-12)
 
 
 def test_integers_of_a_score_function():

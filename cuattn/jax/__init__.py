@@ -5,8 +5,8 @@ memory (DLPack); within, XLA calls it where it stands in the program, through ``
 the CPU, and on a GPU on XLA's stream, in device memory, without waiting for the host.  A GPU needs CuPy.
 
 It can be differentiated twice, in any order of ``jax.grad`` and ``jax.jvp`` but ``jax.jvp`` of ``jax.jvp``.
-``jax.vmap`` adds a leading axis to the call; with a score or mask function, which knows the leading index, it makes one
-call after the other.
+``jax.vmap`` adds a leading axis to the call; with a mask of :func:`cuattn.masks.from_function`, which knows its leading
+axes, it makes one call after the other.
 """
 
 from __future__ import annotations

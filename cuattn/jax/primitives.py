@@ -21,18 +21,21 @@ primitive         computes, with A the attention of x      transposed
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import cuattn
 from cuattn.errors import UnsupportedError
 from cuattn.jax import callback
+from cuattn.masks.base import Mask
 from cuattn.problem import DTYPES, check_axes
 
 COLUMNS = ("lts", "lte", "uts", "ute")
@@ -91,11 +94,48 @@ class Spec:
         return sum(name in ("q", "k", "v", "bias") for name in self.names)
 
     @property
-    def counts(self) -> bool:
-        """Whether a function of the score's place knows the flat leading index, which a further axis would change."""
+    def has_table(self) -> bool:
+        """Whether a mask is a function that was evaluated for the leading axes that the call has."""
         mask = self.keywords["mask"]
-        functions = mask is not None and (callable(mask) or any(part.kind == "function" for part in mask.parts))
-        return functions or self.keywords["score"] is not None
+        return isinstance(mask, Mask) and any(part.kind == "function" for part in mask.parts)
+
+    def mapped(self, batch: int, longer: Sequence[int]) -> Spec:
+        """Return what the call is with an axis more in front of `batch` calls, as its operands `longer` have it."""
+        score, mask = self.keywords["score"], self.keywords["mask"]
+        if score is not None:
+            further = {self.names[index] for index in longer}
+            score = _mapped_score(score, batch, tuple([index in further for index in range(len(self.score_args))]))
+        if callable(mask):
+            mask = _mapped_mask(mask, batch)
+        return replace(self, keywords={**self.keywords, "score": score, "mask": mask})
+
+
+def _mapped_score(score: Callable[..., Any], batch: int, longer: tuple[bool, ...]) -> Callable[..., Any]:
+    """Return a score function for calls one behind the other; arguments that are `longer` have the axis."""
+
+    def mapped(s: Any, b: Any, h: Any, i: Any, j: Any, *args: Any) -> Any:
+        own = [_Slice(x, b // batch) if further else x for x, further in zip(args, longer, strict=True)]
+        return score(s, b % batch, h, i, j, *own)
+
+    return mapped
+
+
+def _mapped_mask(visible: Callable[..., Any], batch: int) -> Callable[..., Any]:
+    return lambda b, h, i, j: visible(b % batch, h, i, j)
+
+
+class _Slice:
+    """A part of an array, along its first axis, for a function that is traced."""
+
+    def __init__(self, array: Any, index: Any) -> None:
+        self._array, self._index = array, index
+        self.shape, self.ndim, self.dtype = array.shape[1:], array.ndim - 1, array.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, indices: Any) -> Any:
+        return self._array[(self._index, *(indices if isinstance(indices, tuple) else (indices,)))]
 
 
 def _run_forward(spec: Spec, arrays: Sequence[Any], out: Any = None) -> list[Any]:
@@ -174,23 +214,29 @@ def _plain(aval: Any) -> Any:
 
 
 def _batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], *, spec: Spec, **params: Any) -> Any:
-    """Map a primitive over an axis: a further leading axis of a call, or one call after the other."""
+    """Map a primitive over an axis: one call with an axis more in front."""
     mapped = {index: jnp.moveaxis(args[index], dim, 0) for index, dim in enumerate(dims) if dim is not None}
-    if spec.counts:
+    if spec.has_table:  # one call after the other
 
         def one(items: dict[int, Any]) -> Any:
             return primitive.bind(*[items.get(index, x) for index, x in enumerate(args)], spec=spec, **params)
 
         results = jax.lax.map(one, mapped)
-    else:
-        constants = range(spec.learned, len(spec.names))
-        alone = {*constants, *range(1, spec.learned)} if primitive is forward else set(constants)
-        together, size = [], len(next(iter(mapped.values())))
-        for index, x in enumerate(args):
-            if index not in mapped:  # each call has gradients of its own by what the calls share
-                x = x[None] if index in alone else jnp.broadcast_to(x, (size, *x.shape))
-            together.append(mapped.get(index, x))
-        results = primitive.bind(*together, spec=spec, **params)
+        return results, [0] * len(results)
+    size, together = len(next(iter(mapped.values()))), []
+    for index, x in enumerate(args):
+        if index in mapped:
+            x = mapped[index]
+        elif index >= len(spec.names) or index == 0 or (index < spec.learned and primitive is not forward):
+            x = jnp.broadcast_to(x, (size, *x.shape))  # each call has a gradient of its own by what they share
+        elif isinstance(spec.names[index], str):
+            x = x[None]
+        together.append(x)
+    batch = math.prod(np.broadcast_shapes(*[x.shape[1:-3] for x in together[:3]]))
+    longer = [
+        index for index, x in enumerate(together[: len(spec.names)]) if x.ndim > args[index].ndim - (index in mapped)
+    ]
+    results = primitive.bind(*together, spec=spec.mapped(batch, longer), **params)
     return results, [0] * len(results)
 
 
