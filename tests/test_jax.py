@@ -274,6 +274,27 @@ def test_scan_checkpoint_and_cond():
     np.testing.assert_allclose(jax.jit(jax.grad(network))(q), jax.grad(plain)(q), atol=1e-12)
 
 
+def test_calls_on_a_gpu_are_programs(monkeypatch):
+    """Compiled once for what is not in the arrays."""
+    monkeypatch.setattr(cuattn.jax.primitives, "on_host", lambda array: False)
+    compiled = []
+    monkeypatch.setattr(jax.experimental.buffer_callback, "buffer_callback", counted(compiled))
+    q, k, v = qkv(2, 3)
+    for scale in (0.5, 0.5, 0.25):
+        found = jax.grad(lambda q, scale=scale: attention(q, k, v, mask=masks.causal(N), scale=scale).sum())(q)
+        fwd = cuattn.forward(q, k, v, is_causal=True, scale=scale)
+        known = cuattn.backward(jnp.ones_like(q), q, k, v, fwd, is_causal=True, scale=scale).dq
+        np.testing.assert_array_equal(found, known)
+    assert len(compiled) == 4  # forward and backward, for two scales
+    np.testing.assert_array_equal(attention(q, k, v), cuattn.attention(q, k, v))
+
+
+def counted(calls):
+    """Return JAX's function, which notes its calls."""
+    plain = jax.experimental.buffer_callback.buffer_callback
+    return lambda *args, **keywords: calls.append(args) or plain(*args, **keywords)
+
+
 def test_arrays_of_numpy_are_taken():
     q, k, v = map(np.asarray, qkv(2))
     assert isinstance(attention(q, k, v), jax.Array)

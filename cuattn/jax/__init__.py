@@ -1,8 +1,9 @@
 """Exact attention for JAX: under ``jax.jit``, ``jax.grad``, ``jax.vmap`` and ``jax.jvp``.
 
-:func:`attention` is a function like any of JAX's.  Outside of ``jax.jit`` it computes at once, on the arrays' own
-memory (DLPack); within, XLA calls it where it stands in the program, through ``jax.experimental.buffer_callback``: on
-the CPU, and on a GPU on XLA's stream, in device memory, without waiting for the host.  A GPU needs CuPy.
+:func:`attention` is a function like any of JAX's.  XLA calls it where it stands in the program, through
+``jax.experimental.buffer_callback``: on the CPU, and on a GPU on XLA's stream, in device memory, without waiting for
+the host.  A GPU needs CuPy.  Outside of ``jax.jit`` it computes at once on the CPU, and is a program of its own on a
+GPU, where a score or mask function is known by what it is: define it once.
 
 It can be differentiated twice, in any order of ``jax.grad`` and ``jax.jvp`` but ``jax.jvp`` of ``jax.jvp``.
 ``jax.vmap`` adds a leading axis to the call; with a mask of :func:`cuattn.masks.from_function`, which knows its leading
@@ -12,6 +13,7 @@ axes, it makes one call after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ import numpy as np
 import cuattn
 from cuattn.errors import DtypeError
 from cuattn.jax import primitives
-from cuattn.jax.primitives import COLUMNS, Spec
+from cuattn.jax.spec import COLUMNS, Spec
 
 __all__ = ["attention"]
 
@@ -103,6 +105,7 @@ def attention(
     >>> jax.jit(jax.grad(loss))(x).shape
     (3, 8, 16)
     """
+    window = tuple(window) if isinstance(window, list) else window
     options = dict(is_causal=is_causal, window=window, scale=scale, softcap=softcap, enable_gqa=enable_gqa)
     arrays = {"q": jnp.asarray(q), "k": jnp.asarray(k), "v": jnp.asarray(v)}
     if bias is not None:
@@ -113,10 +116,11 @@ def attention(
     if isinstance(score_args, (tuple, list)):
         score_args = tuple([jnp.asarray(x) if isinstance(x, (np.ndarray, jax.Array)) else x for x in score_args])
     options |= {"mask": None if columns else mask, "score": score, "score_args": score_args}
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, columns, mask, score_args))):
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, columns, options)))
+    if not traced and primitives.on_host(arrays["q"]):
         return _call(cuattn.attention, arrays, columns, options)
-    _call(cuattn.plan, *jax.tree.map(_stand_in, (arrays, columns, options)))
-    return _traced(arrays, columns, options)
+    _check(arrays, columns, options)
+    return _bind(arrays, columns, options)
 
 
 def _is_columns(mask: Any) -> bool:
@@ -139,13 +143,29 @@ def _call(
     return function(arrays["q"], arrays["k"], arrays["v"], bias=arrays.get("bias"), **options)
 
 
-def _stand_in(value: Any) -> Any:
-    """Return an array of zeros, which take no memory before they are read, for one that is traced."""
-    return np.zeros(value.shape, value.dtype) if isinstance(value, jax.Array) else value
+def _check(arrays: dict[str, Any], columns: dict[str, Any], options: dict[str, Any]) -> None:
+    """Check the arguments of a call against each other, as far as shapes and dtypes tell."""
+    alike = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x,
+        (arrays, columns, {name: options[name] for name in ("mask", "score_args")}),
+    )
+    leaves, tree = jax.tree.flatten((*alike[:2], {**options, **alike[2]}))
+    try:
+        _checked(tree, *leaves)
+    except TypeError:  # what cannot be hashed, or does not fit
+        _checked.__wrapped__(tree, *leaves)
 
 
-def _traced(arrays: dict[str, Any], columns: dict[str, Any], options: dict[str, Any]) -> jax.Array:
-    """Return what JAX may transform, for arguments that were checked."""
+@lru_cache(maxsize=64, typed=True)
+def _checked(tree: Any, *leaves: Any) -> None:
+    def stand_in(leaf: Any) -> Any:  # zeros take no memory before they are read
+        return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+    _call(cuattn.plan, *jax.tree.unflatten(tree, map(stand_in, leaves)))
+
+
+def _bind(arrays: dict[str, Any], columns: dict[str, Any], options: dict[str, Any]) -> jax.Array:
+    """Call the primitive that JAX transforms, for arguments that were checked."""
     mask, args = options.pop("mask"), options.pop("score_args")
     shaped = max(arrays[name].ndim for name in "qkv")
     rank = max(shaped, 3)  # so that there is an axis of heads, before which an axis that is mapped goes
@@ -157,11 +177,11 @@ def _traced(arrays: dict[str, Any], columns: dict[str, Any], options: dict[str, 
     if isinstance(mask, jax.Array):
         operands["mask"], mask = _aligned(mask, rank), None
     numbers = tuple([None if index in items else x for index, x in enumerate(args)])
-    spec = Spec(tuple(operands), learned, numbers, {**options, "mask": mask})
+    spec = Spec(tuple(operands), learned, numbers, tuple({**options, "mask": mask}.items()))
     o, _, _ = primitives.forward.bind(*operands.values(), spec=spec)
-    return o.reshape(o.shape[rank - shaped :])
+    return o if rank == shaped else o[0]
 
 
 def _aligned(array: Any, rank: int) -> Any:
     """Return an array with axes of length 1 in front, up to `rank` axes."""
-    return array.reshape((1,) * (rank - array.ndim) + array.shape)
+    return array if array.ndim == rank else array.reshape((1,) * (rank - array.ndim) + array.shape)

@@ -1,6 +1,6 @@
 """Attention and its derivatives as primitives of JAX, with the rules of its transformations.
 
-A primitive is bound to ``(*operands, *saved, *rest)``: the operands of :class:`Spec` (the first `Spec.learned` of them
+A primitive is bound to ``(*operands, *saved, *rest)``: the operands of a :class:`Spec` (the first `Spec.learned` of them
 are differentiated), the o, l, m of the forward, and what it is about: do, tangents or cotangents.  Where these are
 tangents of some operands alone, `given` has their indices.
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,107 +34,10 @@ from jax.interpreters import ad, batching, mlir
 import cuattn
 from cuattn.errors import UnsupportedError
 from cuattn.jax import callback
-from cuattn.masks.base import Mask
+from cuattn.jax.spec import Spec
 from cuattn.problem import DTYPES, check_axes
 
-COLUMNS = ("lts", "lte", "uts", "ute")
 _SAVED = 3  # o, l, m
-
-
-@dataclass(frozen=True, eq=False)
-class Spec:
-    """What a call is apart from its arrays.
-
-    Attributes
-    ----------
-    names : tuple of (str or int)
-        The operands: q, k, v, and bias; mask, or the vectors of a column mask; by their index in `score_args` those of
-        its items that are arrays.
-    learned : int
-        How many of them are differentiated, the first.
-    score_args : tuple
-        The numbers of `score_args`; None for arrays.
-    keywords : dict of str to object
-        The arguments that are no arrays.
-    """
-
-    names: tuple[Any, ...]
-    learned: int
-    score_args: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    def call(self, operands: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the q, k, v and the keywords of a call of cuattn's functions."""
-        named, keywords = dict(zip(self.names, operands, strict=True)), dict(self.keywords)
-        keywords |= {name: named[name] for name in ("bias", "mask") if name in named}
-        if COLUMNS[0] in named:
-            keywords["mask"] = cuattn.ColumnMask(*map(named.get, COLUMNS), n_queries=named["q"].shape[-2])
-        if self.score_args:
-            keywords["score_args"] = tuple([named.get(index, value) for index, value in enumerate(self.score_args)])
-        return [named[name] for name in "qkv"], keywords
-
-    def tangents(self, prefix: str, score: str, given: tuple[int, ...], tangents: Sequence[Any]) -> dict[str, Any]:
-        """Return the arguments by which tangents are handed over: those named `prefix` and an operand, and `score`."""
-        named = {self.names[index]: tangent for index, tangent in zip(given, tangents, strict=True)}
-        own = {f"{prefix}{name}": tangent for name, tangent in named.items() if isinstance(name, str)}
-        if len(own) < len(named):
-            own[score] = tuple([named.get(index) for index in range(len(self.score_args))])
-        return own
-
-    def gradients(self, found: Any) -> list[Any]:
-        """Return the gradients of the operands that are differentiated."""
-        own = {name: getattr(found, f"d{name}") for name in ("q", "k", "v", "bias")}
-        own |= dict(enumerate(found.dscore))
-        return [own[name] for name in self.names[: self.learned]]
-
-    @property
-    def n_own(self) -> int:
-        """How many of the gradients belong to q, k, v and bias, which can be written to given memory."""
-        return sum(name in ("q", "k", "v", "bias") for name in self.names)
-
-    @property
-    def has_table(self) -> bool:
-        """Whether a mask is a function that was evaluated for the leading axes that the call has."""
-        mask = self.keywords["mask"]
-        return isinstance(mask, Mask) and any(part.kind == "function" for part in mask.parts)
-
-    def mapped(self, batch: int, longer: Sequence[int]) -> Spec:
-        """Return what the call is with an axis more in front of `batch` calls, as its operands `longer` have it."""
-        score, mask = self.keywords["score"], self.keywords["mask"]
-        if score is not None:
-            further = {self.names[index] for index in longer}
-            score = _mapped_score(score, batch, tuple([index in further for index in range(len(self.score_args))]))
-        if callable(mask):
-            mask = _mapped_mask(mask, batch)
-        return replace(self, keywords={**self.keywords, "score": score, "mask": mask})
-
-
-def _mapped_score(score: Callable[..., Any], batch: int, longer: tuple[bool, ...]) -> Callable[..., Any]:
-    """Return a score function for calls one behind the other; arguments that are `longer` have the axis."""
-
-    def mapped(s: Any, b: Any, h: Any, i: Any, j: Any, *args: Any) -> Any:
-        own = [_Slice(x, b // batch) if further else x for x, further in zip(args, longer, strict=True)]
-        return score(s, b % batch, h, i, j, *own)
-
-    return mapped
-
-
-def _mapped_mask(visible: Callable[..., Any], batch: int) -> Callable[..., Any]:
-    return lambda b, h, i, j: visible(b % batch, h, i, j)
-
-
-class _Slice:
-    """A part of an array, along its first axis, for a function that is traced."""
-
-    def __init__(self, array: Any, index: Any) -> None:
-        self._array, self._index = array, index
-        self.shape, self.ndim, self.dtype = array.shape[1:], array.ndim - 1, array.dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, indices: Any) -> Any:
-        return self._array[(self._index, *(indices if isinstance(indices, tuple) else (indices,)))]
 
 
 def _run_forward(spec: Spec, arrays: Sequence[Any], out: Any = None) -> list[Any]:
@@ -240,14 +142,26 @@ def _batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], *, sp
     return results, [0] * len(results)
 
 
+def on_host(array: Any) -> bool:
+    """Whether an array that is there is on the CPU."""
+    return all(device.platform == "cpu" for device in array.devices())
+
+
 def _primitive(name: str, run: Callable[..., list[Any]], abstract: Callable[..., list[Any]]) -> Primitive:
-    """Return a primitive: computed at once where its arrays are there, by a callback of XLA under jit."""
+    """Return a primitive: computed at once on the CPU where its arrays are there, else by a callback of XLA.
+
+    On a GPU always by that: JAX frees and reuses memory in the order of its own stream.
+    """
     primitive = Primitive(f"cuattn_{name}")
     primitive.multiple_results = True
 
+    @functools.partial(jax.jit, static_argnames=("spec", "given", "along"))
+    def program(*arrays: Any, **params: Any) -> list[Any]:
+        return primitive.bind(*arrays, **params)
+
     def compute(*arrays: Any, spec: Spec, **params: Any) -> list[Any]:
-        found = run(spec, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays], **params)
-        return list(found)
+        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
+        return run(spec, arrays, **params) if on_host(arrays[0]) else program(*arrays, spec=spec, **params)
 
     def staged(*arrays: Any, spec: Spec, **params: Any) -> list[Any]:
         avals = abstract(*arrays, spec=spec, **params)
