@@ -384,14 +384,14 @@ def on(device, dtype, function, arrays):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("name", LONG_CASES)
 def test_gpu_under_jit(name, dtype):
-    """On XLA's buffers and stream: the values of an eager call, and gradients as right as the CPU's."""
+    """On XLA's buffers and stream: the values of the core's call, and gradients as right as the CPU's."""
     keywords, kv_heads = LONG_CASES[name]
     q, k, v, do = (normal(2, heads, LONG, 64, seed=seed) for seed, heads in enumerate((4, kv_heads, kv_heads, 4)))
     learned = {key: keywords[key] for key in ("bias", "score_args") if key in keywords}
     rest = {key: value for key, value in keywords.items() if key not in learned}
 
-    def value(arrays):
-        return attention(*arrays[:3], **rest, **arrays[4])
+    def value(arrays, function=attention):
+        return function(*arrays[:3], **rest, **arrays[4])
 
     @jax.jit
     def both(arrays):
@@ -401,7 +401,8 @@ def test_gpu_under_jit(name, dtype):
 
     arrays = (q, k, v, do, learned)
     found = on(gpu(), dtype, both, arrays)
-    np.testing.assert_array_equal(found[0], on(gpu(), dtype, value, (2 * q, *arrays[1:]))[0])
+    core = on(gpu(), dtype, functools.partial(value, function=cuattn.attention), (2 * q, *arrays[1:]))
+    np.testing.assert_array_equal(found[0], core[0])
     rounded = jax.tree.map(lambda x: x.astype(dtype), arrays)
     cpu, short = jax.devices("cpu")[0], np.float32 if dtype == np.float64 else dtype
     exact, low = on(cpu, np.float64, both, rounded), on(cpu, short, both, arrays)
@@ -411,20 +412,18 @@ def test_gpu_under_jit(name, dtype):
 
 @pytest.mark.gpu
 def test_gpu_order_of_streams():
-    """What comes before and after a call in a program of XLA is ordered with it; nothing is read too early."""
+    """What comes before and after a call in a program of XLA is ordered with it; nothing is read or freed too early."""
 
     def step(x, _):
         return attention(x * 2, x[..., ::-1, :], x * 0.5) * 2, None
 
-    def plain(x):
-        for _ in range(20):
-            x, _ = step(x, None)
-        return x
-
     with jax.default_device(gpu()):
-        x = jnp.asarray(normal(1, 8, 2048, 64, dtype=np.float32))
-        found = jax.jit(lambda x: jax.lax.scan(step, x, length=20)[0])(x)
-        np.testing.assert_array_equal(found, plain(x))
+        first = x = jnp.asarray(normal(1, 8, 2048, 64, dtype=np.float32))
+        one = jax.jit(lambda x: step(x, None)[0])
+        for _ in range(20):
+            x = one(x).block_until_ready()
+        for _ in range(3):
+            np.testing.assert_array_equal(jax.jit(lambda x: jax.lax.scan(step, x, length=20)[0])(first), x)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """Attention and its derivatives as primitives of JAX, with the rules of its transformations.
 
-A primitive is bound to ``(*operands, *saved, *rest)``: the operands of a :class:`Spec` (the first `Spec.learned` of them
-are differentiated), the o, l, m of the forward, and what it is about: do, tangents or cotangents.  Where these are
-tangents of some operands alone, `given` has their indices.
+A primitive is bound to ``(*operands, *saved, *rest)``: the operands of a :class:`Spec`, of which the first
+`Spec.learned` are differentiated, the o, l, m of the forward, and what it is about: do, tangents or cotangents.  Where
+these are tangents of some operands alone, `given` has their indices.
 
 ================  =======================================  =================================================
 primitive         computes, with A the attention of x      transposed
