@@ -15,6 +15,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or there is n
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from jax.experimental import buffer_callback  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 from cuattn.jax import attention  # noqa: E402
@@ -278,7 +279,7 @@ def test_calls_on_a_gpu_are_programs(monkeypatch):
     """Compiled once for what is not in the arrays."""
     monkeypatch.setattr(cuattn.jax.primitives, "on_host", lambda array: False)
     compiled = []
-    monkeypatch.setattr(jax.experimental.buffer_callback, "buffer_callback", counted(compiled))
+    monkeypatch.setattr(buffer_callback, "buffer_callback", counted(compiled))
     q, k, v = qkv(2, 3)
     for scale in (0.5, 0.5, 0.25):
         found = jax.grad(lambda q, scale=scale: attention(q, k, v, mask=masks.causal(N), scale=scale).sum())(q)
@@ -291,7 +292,7 @@ def test_calls_on_a_gpu_are_programs(monkeypatch):
 
 def counted(calls):
     """Return JAX's function, which notes its calls."""
-    plain = jax.experimental.buffer_callback.buffer_callback
+    plain = buffer_callback.buffer_callback
     return lambda *args, **keywords: calls.append(args) or plain(*args, **keywords)
 
 
