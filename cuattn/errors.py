@@ -86,9 +86,7 @@ def _keep_compiler_out() -> None:
         sys.modules["torch._dynamo"].trace_rules.add(f"cuattn.{room}")
 
 
-_keep_compiler_out._dynamo_marked_constant = (
-    True  # the compiler runs it: what torch.compiler.assume_constant_result does
-)
+vars(_keep_compiler_out)["_dynamo_marked_constant"] = True  # it is run: torch.compiler.assume_constant_result
 _OPAQUE = ("api", "derivatives", "dispatch", "interop", "masks", "problem", "scoring", "tracing")
 
 _WRITER = reprlib.Repr()

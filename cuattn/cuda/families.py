@@ -34,7 +34,10 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "sm90": Family("bulk tensor copies and warpgroup products", {"forward": sm90.Forward, "backward": sm90.Backward}),
+    "sm90": Family(
+        "bulk tensor copies and warpgroup products",
+        {"forward": sm90.Forward, "backward": sm90.Backward, "jvp": sm90.Jvp},
+    ),
     "sm80": Family(
         "portable tensor-core kernel",
         {

@@ -3,7 +3,6 @@
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +41,7 @@ class Kernel:
         Fields of that argument that take addresses, and which.
     shared_bytes : int, optional
         Dynamic shared memory of a block.
-    maps : mapping of str to callable, optional
+    maps : sequence of (str, callable), optional
         Further arguments: an address, and a function of it that describes the array there.  A kernel that takes some
         is compiled for the device's exact architecture, as ``sm_90a``.
     traced : str, optional
@@ -70,7 +69,7 @@ class Kernel:
         slots: Mapping[str, str | Sequence[str]],
         *,
         shared_bytes: int = 0,
-        maps: Mapping[str, Callable[[int], Any]] = MappingProxyType({}),
+        maps: Sequence[tuple[str, Callable[[int], Any]]] = (),
         traced: str = "",
     ) -> None:
         self._found = device, path, kernel, constants_of(path, constants), shared_bytes, bool(maps), traced
@@ -84,15 +83,16 @@ class Kernel:
             for slot, taken in slots.items()
             for word, name in enumerate([taken] if isinstance(taken, str) else taken, dtype.fields[slot][1] // _WORD)
         ]
-        self._maps = [(names[name], describe) for name, describe in maps.items()]
+        self._maps = [(names[name], describe) for name, describe in maps]
         self._idle: list[Piece] = []  # arguments that no launch is being made of
         self.dtype = dtype
         self.is_placed = dtype.names[0] == PARAMS.names[0]
         self.is_traced = any(name.startswith("traced.") for name in dtype.names)
 
     @functools.cached_property
-    def _function(self) -> Any:
-        return function(*self._found)
+    def _launched(self) -> tuple[int, ...]:
+        """What the driver is told in every launch: the function, grid, block and shared memory."""
+        return function(*self._found).ptr, *self._shape
 
     def _piece(self) -> Piece:
         """Return memory with the first argument and with room for the addresses of all."""
@@ -124,11 +124,11 @@ class Kernel:
             piece = self._idle.pop()
         except IndexError:
             piece = self._piece()
-        words, halves, _ = piece
+        words = piece.words
         for word, index in self._slots:
             words[word] = addresses[index]
         for half, value in changes:
-            halves[half] = value
+            piece.halves[half] = value
         maps = ()
         if self._maps:
             maps = [describe(addresses[index]) for index, describe in self._maps]
@@ -141,7 +141,7 @@ class Kernel:
     def _start(self, piece: Piece, maps: Sequence[Any], stream: int) -> None:
         """Launch with the arguments of a piece, which the driver copies; `maps` keeps those behind the first alive."""
         launch = _thread.launch or _prepare_thread()
-        launch(self._function.ptr, *self._shape, stream, piece.arguments, 0)
+        launch(*self._launched, stream, piece.arguments, 0)
 
 
 class _Thread(threading.local):

@@ -38,12 +38,14 @@ def attention(
     ----------
     q, k, v : Tensor
         Queries (..., Hq, Nq, d), keys (..., Hkv, Nk, d) and values (..., Hkv, Nk, dv), on the CPU or a GPU.
-    mask, bias, is_causal, window, scale, softcap, enable_gqa, score, score_args : optional
-        As :func:`cuattn.attention` takes them.  The bias and the tensors of floats in `score_args` are differentiated,
-        too; a tensor that `score` captures is constant.
+    mask, bias, is_causal, window, scale, softcap : optional
+        As :func:`cuattn.attention` takes them; a mask may be a boolean tensor.  A bias is differentiated, too.
     dropout_p : float, default 0
         Probability of dropping each attention weight.  The seed is drawn from PyTorch's default generator, so that
         ``torch.manual_seed`` sets it and activation checkpointing draws the same again.
+    enable_gqa, score, score_args : optional
+        As :func:`cuattn.attention` takes them.  The tensors of floats in `score_args` are differentiated, too; one that
+        `score` captures is constant.
     deterministic : bool, optional
         Make gradients bitwise reproducible; by default as ``torch.use_deterministic_algorithms`` says when they are
         computed.
@@ -119,7 +121,8 @@ def scaled_dot_product_attention(
     query, key, value : Tensor
         As :func:`attention`'s q, k, v.
     attn_mask : Tensor, optional
-        Of booleans, True where a key takes part; or of floats, which are added to the scores.
+        Of booleans, True where a key takes part; of floats, which are added to the scores; or a
+        ``torch.nn.attention.bias.CausalBias``.
     dropout_p : float, default 0
         As :func:`attention`'s.
     is_causal : bool, default False
@@ -152,6 +155,10 @@ def scaled_dot_product_attention(
     """
     if is_causal and attn_mask is not None:
         raise ArgumentError("attn_mask is given and is_causal is True; expected one of them")
+    align: str | bool = "top_left" if is_causal else False
+    corner = getattr(attn_mask, "variant", None)  # of torch.nn.attention.bias.CausalBias
+    if corner is not None:
+        attn_mask, align = None, "top_left" if corner.name == "UPPER_LEFT" else "bottom_right"
     mask = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
     return attention(
         query,
@@ -159,7 +166,7 @@ def scaled_dot_product_attention(
         value,
         mask=mask,
         bias=attn_mask if mask is None else None,
-        is_causal="top_left" if is_causal else False,
+        is_causal=align,
         scale=scale,
         dropout_p=dropout_p,
         enable_gqa=enable_gqa,

@@ -59,9 +59,10 @@ def attention(
     if not known or _transformed():
         return _run(q, k, v, options, mask, bias, score, score_args, deterministic, return_lse)
     is_causal = options["is_causal"]
+    seed = eager.seed_for(q, options["dropout_p"]) if options["dropout_p"] else None
     left, right, align = (*(options["window"] or ()), None, None, None)[:3]
     o, l, m = torch.ops.cuattn.forward(
-        q, k, v, bias, array, columns, eager.seed_for(q, options["dropout_p"]),
+        q, k, v, bias, array, columns, seed,
         [x for x in score_args if isinstance(x, torch.Tensor)], sizes,
         [x for x in score_args if not isinstance(x, torch.Tensor)], number, visible,
         is_causal if isinstance(is_causal, str) else "True" if is_causal else "", left, right, align or "",

@@ -2,5 +2,6 @@
 
 from cuattn.cuda.sm90.backward import Backward
 from cuattn.cuda.sm90.forward import Forward
+from cuattn.cuda.sm90.jvp import Jvp
 
-__all__ = ["Backward", "Forward"]
+__all__ = ["Backward", "Forward", "Jvp"]

@@ -31,6 +31,7 @@ _MAX_STRIDE = 1 << 40
 _RANK = 4
 _FEW_BITS = 8 << 20  # bytes
 _BITS_HEAD_DIM = 128  # up to which one kernel is the backward
+_OF_KEYS = ("k", "v", "tk", "tv")  # operands that come in boxes of keys
 _MAPS_KEPT = 64  # addresses of one operand whose maps are kept
 
 
@@ -210,15 +211,23 @@ class MappedCall(Call):
         """Append a kernel whose blocks share pieces of `work`, and that takes maps of what it reads and writes.
 
         Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.  Last
-        come maps of what travels `beside` q, k and v, in boxes of q's rows: the name of each, and of whose look it has.
+        come maps of what travels `beside` q, k and v: the name of each, and of whose look it has, or of what stands in
+        for it where it is not there.
         `together`: blocks of a multiprocessor; `more` is for :meth:`add`.
         """
         dtype = self.problem.row
-        views = {name: self.view(name, tile[1] if name in ("k", "v") else tile[0]) for name in self.read}
+        read = [name for name in self.read if name not in beside]
+        views = {name: self.view(name, tile[name in _OF_KEYS]) for name in read}
         for name in written:
             rounded = self.arrays[name].dtype == dtype.dtype
             views[name] = self.view(name if rounded else "q", WARPGROUP_ROWS)
-        views |= {name: self.view(like, tile[0]) for name, like in beside.items()}
-        maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
+        views |= {name: self.view(like, tile[like in _OF_KEYS]) for name, like in beside.items()}
+        maps = [
+            (
+                name if name in self.arrays else beside[name],
+                lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)),
+            )
+            for name, view in views.items()
+        ]
         grid = (min(work, together * self.device.multiprocessors),)
         self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps, **more)
