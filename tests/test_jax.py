@@ -316,6 +316,7 @@ def test_arrays_of_numpy_are_taken():
         ({"mask": (np.zeros(N, int),) * 3}, cuattn.DtypeError, "mask is tuple of 3; expected the four vectors"),
         ({"is_causal": "left"}, cuattn.ArgumentError, "is_causal is 'left'"),
         ({"score_args": (1.0,)}, cuattn.ArgumentError, "score_args has 1 items but score is None"),
+        ({"bias": "x"}, cuattn.DtypeError, "bias is str; expected an array of JAX or NumPy"),
         ({"scale": "x"}, cuattn.DtypeError, "scale is 'x'; expected a real number"),
     ],
 )

@@ -23,7 +23,7 @@ import numpy as np
 import cuattn
 from cuattn.errors import DtypeError
 from cuattn.jax import primitives
-from cuattn.jax.spec import COLUMNS, Spec
+from cuattn.jax.spec import COLUMNS, Spec, as_jax
 
 __all__ = ["attention"]
 
@@ -107,14 +107,13 @@ def attention(
     """
     window = tuple(window) if isinstance(window, list) else window
     options = dict(is_causal=is_causal, window=window, scale=scale, softcap=softcap, enable_gqa=enable_gqa)
-    arrays = {"q": jnp.asarray(q), "k": jnp.asarray(k), "v": jnp.asarray(v)}
-    if bias is not None:
-        arrays["bias"] = jnp.asarray(bias)
-    columns = dict(zip(COLUMNS, map(jnp.asarray, mask), strict=True)) if _is_columns(mask) else {}
+    named = {"q": q, "k": k, "v": v, "bias": bias}
+    arrays = {name: as_jax(name, array) for name, array in named.items() if name != "bias" or array is not None}
+    columns = dict(zip(COLUMNS, map(as_jax, COLUMNS, mask), strict=True)) if _is_columns(mask) else {}
     if hasattr(mask, "__dlpack__"):
-        mask = jnp.asarray(mask)
+        mask = as_jax("mask", mask)
     if isinstance(score_args, (tuple, list)):
-        score_args = tuple([jnp.asarray(x) if isinstance(x, (np.ndarray, jax.Array)) else x for x in score_args])
+        score_args = tuple([as_jax("score_args", x) if hasattr(x, "__dlpack__") else x for x in score_args])
     options |= {"mask": None if columns else mask, "score": score, "score_args": score_args}
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, columns, options)))
     if not traced and primitives.on_host(arrays["q"]):

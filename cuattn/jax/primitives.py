@@ -34,7 +34,7 @@ from jax.interpreters import ad, batching, mlir
 import cuattn
 from cuattn.errors import UnsupportedError
 from cuattn.jax import callback
-from cuattn.jax.spec import Spec
+from cuattn.jax.spec import Spec, as_jax
 from cuattn.problem import DTYPES, check_axes
 
 _SAVED = 3  # o, l, m
@@ -160,7 +160,7 @@ def _primitive(name: str, run: Callable[..., list[Any]], abstract: Callable[...,
         return primitive.bind(*arrays, **params)
 
     def compute(*arrays: Any, spec: Spec, **params: Any) -> list[Any]:
-        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
+        arrays = [as_jax("a cotangent", x) for x in arrays]
         return run(spec, arrays, **params) if on_host(arrays[0]) else program(*arrays, spec=spec, **params)
 
     def staged(*arrays: Any, spec: Spec, **params: Any) -> list[Any]:

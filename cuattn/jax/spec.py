@@ -6,10 +6,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 import cuattn
+from cuattn.errors import DtypeError
 from cuattn.masks.base import Mask
 
 COLUMNS = ("lts", "lte", "uts", "ute")
+
+
+def as_jax(name: str, value: Any) -> Any:
+    """Return an argument as an array of JAX; of one that is, ``jax.numpy.asarray`` would take its time to say so."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise DtypeError(f"{name} is {type(value).__name__}; expected an array of JAX or NumPy") from error
 
 
 @dataclass(frozen=True)
