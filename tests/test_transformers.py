@@ -30,17 +30,28 @@ CONFIGS = {
     "mistral": ("Mistral", {**DECODER, "sliding_window": 5}),
     "bert": ("Bert", SMALL),
 }
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+OTHERS = {  # attention sinks; chunks; values that are smaller than keys; biases of positions
+    "gpt_oss": ("GptOss", {**DECODER, **EXPERTS, "head_dim": 8, "sliding_window": 4}),
+    "llama4": ("Llama4", {**DECODER, **EXPERTS, "head_dim": 8, "attention_chunk_size": 4, "intermediate_size_mlp": 48}),
+    "deepseek": ("DeepseekV3", {
+        **SMALL, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 2,
+    }),
+    "t5": ("T5", {"vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
+}  # fmt: skip
 decoders = pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
 
 
 def models(name, **changes):
     """Return a tiny model of random weights twice: with the attention of Transformers, and with ours."""
-    kind, settings = CONFIGS[name]
-    config = getattr(transformers, f"{kind}Config")(**{**settings, **changes})
-    known = "eager" if name == "gemma2" else "sdpa"  # which has no softcap
+    kind, settings = {**CONFIGS, **OTHERS}[name]
+    made = getattr(transformers, f"{kind}TextConfig" if name == "llama4" else f"{kind}Config")
+    config = made(**{**settings, **changes})
+    known = "eager" if name in ("gemma2", *OTHERS) else "sdpa"  # which has no softcap
     torch.manual_seed(0)
     config._attn_implementation = known
-    head = "MaskedLM" if name == "bert" else "CausalLM"
+    head = {"bert": "MaskedLM", "t5": "ConditionalGeneration"}.get(name, "CausalLM")
     theirs = getattr(transformers, f"{kind}For{head}")(config).eval()
     ours = copy.deepcopy(theirs)
     ours.set_attn_implementation("cuattn")
@@ -67,13 +78,22 @@ def assert_equal(theirs, ours, at=None):
     torch.testing.assert_close(ours[at.bool()], theirs[at.bool()], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 @pytest.mark.parametrize("side", [None, "none", "left", "right"])
 def test_models_agree(name, side):
     theirs, ours = models(name)
     at = None if side is None else padded(side)
+    given = {"attention_mask": at} | ({"decoder_input_ids": tokens()} if name == "t5" else {})
     with torch.no_grad():
-        assert_equal(theirs(tokens(), attention_mask=at).logits, ours(tokens(), attention_mask=at).logits, at)
+        assert_equal(theirs(tokens(), **given).logits, ours(tokens(), **given).logits, at)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_compiled_models_agree(name):
+    theirs, ours = models(name)
+    compiled, at = torch.compile(ours, backend="aot_eager"), padded("left")
+    with torch.no_grad():
+        assert_equal(theirs(tokens(), attention_mask=at).logits, compiled(tokens(), attention_mask=at).logits, at)
 
 
 def test_padding_counts():
