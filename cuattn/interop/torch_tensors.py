@@ -83,7 +83,7 @@ class Torch(ArrayOrigin):
         """Return PyTorch's current stream of the device as a CuPy stream."""
         torch, device = sys.modules["torch"], self.device
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # private, and ten times as fast
-        return _cupy_stream(device, raw(device) if raw else torch.cuda.current_stream(device).cuda_stream)
+        return foreign_stream(device, raw(device) if raw else torch.cuda.current_stream(device).cuda_stream)
 
     def allocator(self, wanted):
         """Return what allocates tensors, see :meth:`cuattn.interop.ArrayOrigin.allocator`."""
@@ -217,8 +217,8 @@ class _ForeignStream:
 
 
 @functools.cache
-def _cupy_stream(device, ptr):
-    """Return a CuPy stream over a foreign one.
+def foreign_stream(device, ptr):
+    """Return a CuPy stream of a device over one of another library.
 
     It is kept for good (PyTorch draws its streams from a small pool): making one costs microseconds, and CuPy 14.0
     destroys the foreign stream together with the object that wraps it.

@@ -120,9 +120,9 @@ def events(monkeypatch):
     cupy.cuda, cupy.ndarray, cupy.from_dlpack = cuda, ndarray, lambda value: ndarray()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    torch_tensors._cupy_stream.cache_clear()
+    torch_tensors.foreign_stream.cache_clear()
     yield events
-    torch_tensors._cupy_stream.cache_clear()
+    torch_tensors.foreign_stream.cache_clear()
 
 
 def nested(*labels):
