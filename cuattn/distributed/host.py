@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.distributed.comm import LOG, TIMEOUT, DistributedError, Messages
+from cuattn.distributed.comm import LOG, TIMEOUT, Closing, DistributedError, Messages
 from cuattn.masks.device import load_cupy
 
 
@@ -36,7 +36,7 @@ def gathered_by_messages(comm: Any, obj: Any) -> list[Any]:
     return [pickle.loads(each.tobytes()) for each in every]
 
 
-class Process:
+class Process(Closing):
     """What comms of processes share: messages of GPUs by NCCL where each rank has its own, else through host memory.
 
     Subclasses send host arrays (`_exchange`) and objects (`allgather`).
@@ -106,12 +106,6 @@ class Process:
         if self._nccl is not None:
             self._nccl.close()
             self._nccl = None
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def _identity(device: int) -> str | None:
