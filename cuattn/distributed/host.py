@@ -14,6 +14,9 @@ import numpy as np
 from cuattn.distributed.comm import LOG, TIMEOUT, Closing, DistributedError, Messages
 from cuattn.masks.device import load_cupy
 
+NCCL_BLOCKS = 16
+"""Thread blocks that NCCL has at work on messages between two GPUs, about."""
+
 
 def on_gpu(messages: Iterable[tuple[int, Any]]) -> bool:
     """Return whether there are arrays on a GPU among messages."""
@@ -48,6 +51,11 @@ class Process(Closing):
     timeout = TIMEOUT
     _nccl: Nccl | None = None
     _broken: DistributedError | None = None
+
+    @property
+    def sm_margin(self) -> int:
+        """How many multiprocessors kernels that fill a GPU leave to messages under way: NCCL's are kernels, too."""
+        return 0 if self._nccl is None else NCCL_BLOCKS
 
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Send and receive, see :class:`cuattn.distributed.Comm`."""
