@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from cuattn.errors import CuattnError
 
 LOG = logging.getLogger("cuattn.distributed")
 TIMEOUT = 300.0
 """Seconds that a rank waits for others, by default."""
+
+Self = TypeVar("Self", bound="Closing")
 
 Messages = Sequence[tuple[int, Any]]
 """Pairs (peer, array)."""
@@ -71,7 +73,20 @@ class Comm(Protocol):
         """Let all ranks that wait, or will, fail."""
 
 
-class Alone:
+class Closing:
+    """A context manager that closes itself."""
+
+    def close(self) -> None:
+        """Free what this has made: by default nothing."""
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Alone(Closing):
     """The comm of a single rank."""
 
     rank, size = 0, 1
@@ -90,14 +105,6 @@ class Alone:
 
     def abort(self) -> None:
         """Do nothing: nobody waits."""
-
-    close = abort
-
-    def __enter__(self) -> Alone:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 class Deadline:

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.distributed.comm import LOG, TIMEOUT, DistributedError, Messages
+from cuattn.distributed.comm import LOG, TIMEOUT, Closing, DistributedError, Messages
 from cuattn.masks.device import load_cupy
+
+NCCL_BLOCKS = 16
+"""Thread blocks that NCCL has at work on messages between two GPUs, about."""
 
 
 def on_gpu(messages: Iterable[tuple[int, Any]]) -> bool:
@@ -36,7 +39,7 @@ def gathered_by_messages(comm: Any, obj: Any) -> list[Any]:
     return [pickle.loads(each.tobytes()) for each in every]
 
 
-class Process:
+class Process(Closing):
     """What comms of processes share: messages of GPUs by NCCL where each rank has its own, else through host memory.
 
     Subclasses send host arrays (`_exchange`) and objects (`allgather`).
@@ -48,6 +51,11 @@ class Process:
     timeout = TIMEOUT
     _nccl: Nccl | None = None
     _broken: DistributedError | None = None
+
+    @property
+    def sm_margin(self) -> int:
+        """How many multiprocessors kernels that fill a GPU leave to messages under way: NCCL's are kernels, too."""
+        return 0 if self._nccl is None else NCCL_BLOCKS
 
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Send and receive, see :class:`cuattn.distributed.Comm`."""
@@ -106,12 +114,6 @@ class Process:
         if self._nccl is not None:
             self._nccl.close()
             self._nccl = None
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def _identity(device: int) -> str | None:

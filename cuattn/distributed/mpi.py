@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ def _abort_on_exceptions(mpi: Any) -> None:
     def hook(kind: Any, error: Any, trace: Any) -> None:
         before(kind, error, trace)
         sys.stderr.flush()
+        time.sleep(0.3)  # which the launcher needs to pass it on
         if mpi.COMM_WORLD.size > 1:
             mpi.COMM_WORLD.Abort(1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuattn.distributed.comm import Messages
-from cuattn.distributed.host import Process, as_bytes
+from cuattn.distributed.host import NCCL_BLOCKS, Process, as_bytes
 from cuattn.masks.device import load_cupy
 
 
@@ -18,6 +18,11 @@ class OfProcessGroup(Process):
         self._torch, self._group, self.timeout = torch, group, timeout
         self.rank, self.size = group.rank(), group.size()
         self._takes_gpus = "nccl" in str(torch.distributed.get_backend(group))
+
+    @property
+    def sm_margin(self) -> int:
+        """How many multiprocessors are left to messages under way."""
+        return NCCL_BLOCKS if self._takes_gpus else 0
 
     def _through_host(self, sends: Messages, recvs: Messages, stream: Any) -> None:
         if not self._takes_gpus:

@@ -13,7 +13,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from cuattn.cpu.threads import usable_cores
-from cuattn.distributed.comm import TIMEOUT, DistributedError, Messages
+from cuattn.distributed.comm import TIMEOUT, Closing, DistributedError, Messages
 from cuattn.errors import ArgumentError, as_integer, shown
 from cuattn.masks.device import load_cupy
 
@@ -84,8 +84,8 @@ def _enable(here: int, there: int) -> None:
         runtime.deviceEnablePeerAccess(there)
 
 
-class ThreadComm:
-    """The comm of one of several threads."""
+class ThreadComm(Closing):
+    """The comm of one of several threads, which `spawn` ends."""
 
     def __init__(self, world: _World, rank: int, local_size: int | None = None) -> None:
         self._world, self.rank, self.size, self._calls = world, rank, world.size, 0
@@ -144,15 +144,6 @@ class ThreadComm:
     def abort(self) -> None:
         """Let all ranks that wait, or will, fail."""
         self._world.fail(self.rank, "called abort()")
-
-    def close(self) -> None:
-        """Do nothing: `spawn` ends the ranks."""
-
-    def __enter__(self) -> ThreadComm:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def spawn(

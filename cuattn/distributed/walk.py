@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.api import backward, forward, merge
+from cuattn import dispatch
+from cuattn.api import gradients, merge
 from cuattn.distributed.arrays import joined, local, merged, part, taken
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.flight import start
@@ -25,6 +26,7 @@ from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import Work
 from cuattn.masks.device import namespace
 from cuattn.masks.runs import Runs, length_of
+from cuattn.problem import BACKWARD, FORWARD, Operation, Options
 from cuattn.results import Forward
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
@@ -134,6 +136,15 @@ class Walk(ABC):
     @abstractmethod
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Take results for some of this rank's rows, or keys."""
+
+    def _call(self, operation: Operation, arrays: Arrays, options: dict[str, Any]) -> tuple[dispatch.Call, list[Any]]:
+        """Compute a part; a GPU's kernels leave room for those that send and receive meanwhile."""
+        named = {name: arrays.get(name) for name in operation.inputs} | {"mask": options["mask"]}
+        given = {name: options[name] for name in Options._fields if name in options}
+        settings = Options(**given, sm_margin=getattr(self.team.comm, "sm_margin", 0))
+        functions = options["score"], options["score_args"]
+        call = dispatch.Call(operation, named, settings, self.whole.state, options["origin"], None, *functions)
+        return call, dispatch.compute(call)[0]
 
     def run(self, plan: Sequence[Stage]) -> None:
         """Walk through all stages."""
@@ -253,8 +264,8 @@ class ForwardWalk(Walk):
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return o, l and m of a part."""
         options = {**options, "out_dtype": self._out_dtype}
-        found = forward(*(arrays[name] for name in "qkv"), bias=bias, rng=self.whole.state, **options)
-        return dict(zip(self.results, found[:3], strict=True))
+        _, found = self._call(FORWARD, {**arrays, "bias": bias}, options)
+        return dict(zip(self.results, found, strict=True))
 
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Merge a part for all of this rank's rows."""
@@ -275,15 +286,14 @@ class BackwardWalk(Walk):
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return the gradients of a part."""
-        o = arrays["o"] if "o" in arrays else self.xp.zeros(arrays["do"].shape, arrays["do"].dtype)
-        fwd = (o, arrays["l"], arrays["m"], self.whole.state)
-        operands = [arrays[name] for name in ("do", "q", "k", "v")]
-        options = {**options, "out_dtype": self.sums, "dlse": arrays.get("dlse")}
-        found = backward(*operands, fwd, bias=bias, **options)
+        if "o" not in arrays:
+            arrays = {**arrays, "o": self.xp.zeros(arrays["do"].shape, arrays["do"].dtype)}
+        call, results = self._call(BACKWARD, {**arrays, "bias": bias}, {**options, "out_dtype": self.sums})
+        found = gradients(call, results)
         name = "bias" if "bias" in self.arrays else "key_bias"
-        gradients = {"q": found.dq, "k": found.dk, "v": found.dv, name: found.dbias}
-        gradients |= {f"score{index}": x for index, x in enumerate(found.dscore)}
-        return {name: x for name, x in gradients.items() if x is not None}
+        named = {"q": found.dq, "k": found.dk, "v": found.dv, name: found.dbias}
+        named |= {f"score{index}": x for index, x in enumerate(found.dscore)}
+        return {name: x for name, x in named.items() if x is not None}
 
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Add gradients by some rows and keys."""

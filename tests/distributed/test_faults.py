@@ -143,14 +143,14 @@ def test_a_rank_that_is_late_breaks_the_comm():
 def test_a_call_that_fails_inside_ends_all(monkeypatch):
     from cuattn.distributed import walk
 
-    plain = walk.forward
+    plain = walk.dispatch.compute
 
-    def fails(*args, **options):
+    def fails(call):
         if threading.current_thread().name.endswith("1"):
             raise MemoryError("no room")
-        return plain(*args, **options)
+        return plain(call)
 
-    monkeypatch.setattr(walk, "forward", fails)
+    monkeypatch.setattr(walk.dispatch, "compute", fails)
     with pytest.raises(MemoryError, match="no room"):
         spawn(lambda comm: distributed.attention(X, X, X, comm=comm), ranks=3)
 

@@ -38,11 +38,11 @@ def test_disagreement():
     assert status == 0, output
 
 
-@pytest.mark.parametrize(("what", "says"), [("killed", ""), ("raises", "what a program has got wrong"), ("late", "")])
-def test_a_rank_that_fails_ends_the_job(what, says):
+@pytest.mark.parametrize("what", ["killed", "raises", "late"])
+def test_a_rank_that_fails_ends_the_job(what):
     status, output, seconds = launch(2, what)
     assert status != 0 and "done" not in output and "AssertionError" not in output, output
-    assert says in output and seconds < 30
+    assert seconds < 30
 
 
 def test_a_launcher_of_another_mpi_is_told(monkeypatch):

@@ -93,3 +93,19 @@ def test_what_does_not_finish_is_aborted(fake):
 
 def test_host_arrays_are_seen():
     assert host.on_gpu([(0, Array(0, 0))]) and not host.on_gpu([(0, np.zeros(2))])
+
+
+def test_kernels_leave_room_for_messages(monkeypatch):
+    from cuattn import distributed
+    from cuattn.distributed import walk
+
+    x, seen, plain = np.ones((2, 16, 4), np.float32), [], walk.dispatch.compute
+    monkeypatch.setattr(walk.dispatch, "compute", lambda call: seen.append(call.options.sm_margin) or plain(call))
+
+    def work(comm):
+        comm.sm_margin = host.NCCL_BLOCKS
+        fwd = distributed.forward(x, x, x, comm=comm)
+        distributed.backward(x, x, x, x, fwd, comm=comm)
+
+    distributed.spawn(work, ranks=2)
+    assert set(seen) == {host.NCCL_BLOCKS} and host.NCCL_BLOCKS > 0
