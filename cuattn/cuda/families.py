@@ -34,7 +34,10 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "sm90": Family("bulk tensor copies and warpgroup products", {"forward": sm90.Forward, "backward": sm90.Backward}),
+    "sm90": Family(
+        "bulk tensor copies and warpgroup products",
+        {"forward": sm90.Forward, "backward": sm90.Backward, "double_backward": sm90.BackwardJvp},
+    ),
     "sm80": Family(
         "portable tensor-core kernel",
         {

@@ -43,8 +43,8 @@ class Kernel:
     shared_bytes : int, optional
         Dynamic shared memory of a block.
     maps : mapping of str to callable, optional
-        Further arguments: an address, and a function of it that describes the array there.  A kernel that takes some
-        is compiled for the device's exact architecture, as ``sm_90a``.
+        Further arguments: an address (0 of an operand that the operation has not), and a function of it that describes
+        the array there.  A kernel that takes some is compiled for the device's exact architecture, as ``sm_90a``.
     traced : str, optional
         The text of its score and mask functions.
 
@@ -84,7 +84,7 @@ class Kernel:
             for slot, taken in slots.items()
             for word, name in enumerate([taken] if isinstance(taken, str) else taken, dtype.fields[slot][1] // _WORD)
         ]
-        self._maps = [(names[name], describe) for name, describe in maps.items()]
+        self._maps = [(names.get(name, 0), describe) for name, describe in maps.items()]
         self._idle: list[Piece] = []  # arguments that no launch is being made of
         self.dtype = dtype
         self.is_placed = dtype.names[0] == PARAMS.names[0]

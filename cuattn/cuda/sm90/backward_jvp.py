@@ -1,0 +1,132 @@
+"""The tangents of gradients for compute capability 9.0: what rows need, then a launch for dq and one for dk and dv.
+
+Both launches compute scores, dP and their tangents, one with the rows of 128 queries as owners and one with 128 keys
+(kernels/sm90/bwd_jvp.cu), so that each sums its own gradients in registers, in a fixed order.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
+from cuattn.cuda.constants import Constants, is_sloped
+from cuattn.cuda.sm80.backward import broadcast_heads
+from cuattn.cuda.sm80.jvp import TangentCall
+from cuattn.cuda.sm90 import forward
+from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache
+from cuattn.cuda.sm90.tensor_map import MappedCall
+from cuattn.io_model.sizes import cdiv
+from cuattn.plans import Plan
+from cuattn.problem import DTYPES, Problem
+
+_OWN = 128  # rows of a tile of the owner's
+_SHORT = 128
+_MAX_HEAD_DIM = 128
+_NUMBERS, _FLOAT = 5, 4
+_TANGENTS = ("tq", "tk", "tv", "tdo")
+_WARPS = 12  # a warpgroup that copies, two that multiply
+_ROW_WARPS, _ROWS = 4, 4  # of backward_jvp_rows: warps, and rows that each takes at a time
+_MOST = 3  # stages
+
+
+class Ring(NamedTuple):
+    """How the tiles of the other side travel: rows of one, tiles in flight, and a block's shared memory."""
+
+    streamed: int
+    stages: int
+    shared_bytes: int
+
+
+class BackwardJvp(TangentCall, MappedCall):
+    """Three launches: what rows need, dq, dk and dv."""
+
+    packed_masks = False
+
+    @staticmethod
+    def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
+        """Take a column mask that is no more than a band as one."""
+        return (problem, masks) if "function" in problem.masks else MappedCall.simplify(problem, masks)
+
+    @property
+    def _slabs(self) -> tuple[int, int]:
+        return cdiv(self.problem.head_dim, SLAB_COLUMNS), cdiv(self.problem.head_dim_v, SLAB_COLUMNS)
+
+    def _ring(self, keys_own: bool) -> Ring:
+        """Return the ring of a launch; shared memory as kernels/sm90/bwd_jvp_layout.cuh lays it out."""
+        slabs, slabs_v = self._slabs
+        rows = (slabs * (1 + self.has("tq")) + slabs_v * (1 + self.has("tdo"))) * ROW_BYTES
+        keys = (slabs * (1 + self.has("tk")) + slabs_v * (1 + self.has("tv"))) * ROW_BYTES
+        own, other = (keys, rows) if keys_own else (rows, keys)
+        walk = 48 + 16 * bool({"boolean", "function"} & {*self.problem.masks})  # or the place of masks
+        problem, wide = self.problem, max(slabs, slabs_v) > 1
+        # Two sums of wide heads leave few registers, and so does what is done to single elements beside two sums.
+        crowded = keys_own and (wide or is_sloped(problem) or problem.dropout > 0)
+        crowded |= wide and "block" in problem.masks
+        for streamed in (32,) if crowded else (64, 32):
+            stage = streamed * (other + keys_own * _NUMBERS * _FLOAT) + 16 + 3 * 8  # of which step and barriers
+            stages = min((self.device.shared_bytes - _OWN * own - walk - 64) // stage, _MOST)
+            if stages > 1:
+                break
+        return Ring(streamed, stages, pad(_OWN * own + stages * stage + 8, 16) + walk + 16)
+
+    def unsupported_reason(self) -> str | None:
+        problem = self.problem
+        against = forward.unsupported_reason(problem, self.device)
+        widest = max(problem.head_dim, problem.head_dim_v)
+        if against is not None:
+            return against
+        if problem.bias is not None or problem.learned:
+            return "it makes no gradients of biases and of a score function's arrays"
+        if problem.head_dim % 8:
+            return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
+        if widest > _MAX_HEAD_DIM:
+            return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
+        if problem.kernel is None and max(problem.n_queries, problem.n_keys) < _SHORT:
+            return "rows and keys are fewer than its tiles have"
+        for name in broadcast_heads(self):
+            return f"the gradient of {name} is a sum over axes along which it was broadcast"
+        return self.layout_reason()
+
+    def prepare(self) -> Plan:
+        problem = self.problem
+        by_keys, by_rows = self._ring(keys_own=True), self._ring(keys_own=False)
+        padded = pad(problem.n_queries, _OWN)
+        self.begin({"rows": Array((problem.instances, padded, _NUMBERS), np.dtype(np.float32))})
+        slabs, slabs_v = self._slabs
+        widths = {"head_dim": SLAB_COLUMNS * slabs, "head_dim_v": SLAB_COLUMNS * slabs_v, "unit": by_keys.streamed}
+        constants = self.base_constants() | widths
+        self._add_rows(constants, padded)
+        self._add(constants, keys_own=False, ring=by_rows)
+        self._add(constants, keys_own=True, ring=by_keys)
+        block = _OWN, by_rows.streamed
+        return self.planned("sm90/bwd_jvp.cu", block, _WARPS, by_rows.shared_bytes, constants)
+
+    def _add_rows(self, constants: Constants, padded: int) -> None:
+        """Append the launch that computes what the others need of rows."""
+        problem = self.problem
+        of = {f"{name}_elem": DTYPES[self.operands[name].dtype].cuda for name in ("o", "to")}
+        constants = constants | of | {"dlse": self.has("dlse") > 0, "ddo": "ddo" in self.arrays}
+        fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), {"rows": "rows"})
+        blocks = min(cdiv(problem.instances * padded, _ROW_WARPS * _ROWS), 16 * self.device.multiprocessors)
+        self.add("sm90/bwd_jvp_rows.cu", "backward_jvp_rows", constants, (blocks,), _ROW_WARPS, fields, own=own)
+
+    def _add(self, constants: Constants, keys_own: bool, ring: Ring) -> None:
+        """Append the launch that sums dq, or dk and dv."""
+        problem = self.problem
+        tile = (ring.streamed, _OWN) if keys_own else (_OWN, ring.streamed)
+        constants = constants | {
+            "keys_own": keys_own, "block_m": tile[0], "block_n": tile[1], "stages": ring.stages,
+        }  # fmt: skip
+        counts = tile_counts(problem, tile)
+        heads = problem.instances // problem.group if keys_own else problem.instances
+        length = problem.n_queries * problem.group if keys_own else problem.n_keys
+        ordered = bool(problem.masks) or problem.band is not None
+        counts["section"] = min(sharing_cache(2 * length * row_bytes(problem)) if ordered else 1, heads)
+        work = counts["key_tiles" if keys_own else "row_tiles"] * heads
+        written = ("tdk", "tdv") if keys_own else ("tdq",)
+        names = ("tq", "tk", "tv", "tbias", "tdo")
+        fields, own = self.tangents(names, {"rows": "rows", **{f"{name}.data": name for name in written}})
+        launched = "sm90/bwd_jvp.cu", "backward_jvp", constants, work, _WARPS, counts | fields, tile
+        every = cdiv(work, self.device.multiprocessors)
+        self.add_mapped(*launched, ring.shared_bytes, (), together=every, absent=_TANGENTS, own=own)
