@@ -38,6 +38,17 @@ class Ring(NamedTuple):
     shared_bytes: int
 
 
+def held_steps(problem: Problem, keys_own: bool) -> int:
+    """Return how many steps of 16 columns of the owner's q and do (k and v) have registers."""
+    if "block" in problem.masks:
+        return 0
+    crowded = bool(problem.masks) or is_sloped(problem) or problem.score is not None
+    if keys_own:
+        return 1 if crowded else 2
+    wide = max(problem.head_dim, problem.head_dim_v) > SLAB_COLUMNS
+    return 4 if not wide else 0 if crowded or problem.dropout else 2
+
+
 class BackwardJvp(TangentCall, MappedCall):
     """Three launches: what rows need, dq, dk and dv."""
 
@@ -62,7 +73,6 @@ class BackwardJvp(TangentCall, MappedCall):
         problem, wide = self.problem, max(slabs, slabs_v) > 1
         # Two sums of wide heads leave few registers, and so does what is done to single elements beside two sums.
         crowded = keys_own and (wide or is_sloped(problem) or problem.dropout > 0)
-        crowded |= wide and "block" in problem.masks
         for streamed in (32,) if crowded else (64, 32):
             stage = streamed * (other + keys_own * _NUMBERS * _FLOAT) + 16 + 3 * 8  # of which step and barriers
             stages = min((self.device.shared_bytes - _OWN * own - walk - 64) // stage, _MOST)
@@ -117,6 +127,7 @@ class BackwardJvp(TangentCall, MappedCall):
         tile = (ring.streamed, _OWN) if keys_own else (_OWN, ring.streamed)
         constants = constants | {
             "keys_own": keys_own, "block_m": tile[0], "block_n": tile[1], "stages": ring.stages,
+            "held_steps": held_steps(problem, keys_own),
         }  # fmt: skip
         counts = tile_counts(problem, tile)
         heads = problem.instances // problem.group if keys_own else problem.instances
