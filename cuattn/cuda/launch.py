@@ -3,7 +3,6 @@
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,9 +41,9 @@ class Kernel:
         Fields of that argument that take addresses, and which.
     shared_bytes : int, optional
         Dynamic shared memory of a block.
-    maps : mapping of str to callable, optional
-        Further arguments: an address (0 of an operand that the operation has not), and a function of it that describes
-        the array there.  A kernel that takes some is compiled for the device's exact architecture, as ``sm_90a``.
+    maps : sequence of (str, callable), optional
+        Further arguments: an address, and a function of it that describes the array there.  A kernel that takes some
+        is compiled for the device's exact architecture, as ``sm_90a``.
     traced : str, optional
         The text of its score and mask functions.
 
@@ -70,7 +69,7 @@ class Kernel:
         slots: Mapping[str, str | Sequence[str]],
         *,
         shared_bytes: int = 0,
-        maps: Mapping[str, Callable[[int], Any]] = MappingProxyType({}),
+        maps: Sequence[tuple[str, Callable[[int], Any]]] = (),
         traced: str = "",
     ) -> None:
         self._found = device, path, kernel, constants_of(path, constants), shared_bytes, bool(maps), traced
@@ -84,7 +83,7 @@ class Kernel:
             for slot, taken in slots.items()
             for word, name in enumerate([taken] if isinstance(taken, str) else taken, dtype.fields[slot][1] // _WORD)
         ]
-        self._maps = [(names.get(name, 0), describe) for name, describe in maps.items()]
+        self._maps = [(names[name], describe) for name, describe in maps]
         self._idle: list[Piece] = []  # arguments that no launch is being made of
         self.dtype = dtype
         self.is_placed = dtype.names[0] == PARAMS.names[0]

@@ -60,6 +60,16 @@ class BackwardJvp(TangentCall, MappedCall):
         return (problem, masks) if "function" in problem.masks else MappedCall.simplify(problem, masks)
 
     @property
+    def read(self) -> list[str]:
+        """What the copy engine reads."""
+        return [*super().read, *filter(self.has, _TANGENTS)]
+
+    @property
+    def _maps(self) -> dict[str, str]:
+        """Return whose map goes for each tangent: its operand's, where it is not there."""
+        return {name: name if self.has(name) else name[1:] for name in _TANGENTS}
+
+    @property
     def _slabs(self) -> tuple[int, int]:
         return cdiv(self.problem.head_dim, SLAB_COLUMNS), cdiv(self.problem.head_dim_v, SLAB_COLUMNS)
 
@@ -140,4 +150,4 @@ class BackwardJvp(TangentCall, MappedCall):
         fields, own = self.tangents(names, {"rows": "rows", **{f"{name}.data": name for name in written}})
         launched = "sm90/bwd_jvp.cu", "backward_jvp", constants, work, _WARPS, counts | fields, tile
         every = cdiv(work, self.device.multiprocessors)
-        self.add_mapped(*launched, ring.shared_bytes, (), together=every, absent=_TANGENTS, own=own)
+        self.add_mapped(*launched, ring.shared_bytes, (), self._maps, together=every, own=own)

@@ -31,9 +31,8 @@ _MAX_STRIDE = 1 << 40
 _RANK = 4
 _FEW_BITS = 8 << 20  # bytes
 _BITS_HEAD_DIM = 128  # up to which one kernel is the backward
+_OF_KEYS = ("k", "v", "tk", "tv")  # operands that come in boxes of keys
 _MAPS_KEPT = 64  # addresses of one operand whose maps are kept
-_READ = ("q", "k", "v", "do", "tq", "tk", "tv", "tdo")
-_OF_KEYS = {"k", "v", "tk", "tv"}
 
 
 def takes_few_bits(problem: Problem, leading: Sequence[int]) -> bool:
@@ -136,13 +135,6 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
     return TensorMap(encoded.ctypes.data, storage)
 
 
-@lru_cache(maxsize=1)
-def _describe_nothing(address: int) -> TensorMap:
-    """Return the map of an array that is not there."""
-    storage = np.zeros(128, np.uint8)
-    return TensorMap(storage.ctypes.data, storage)
-
-
 class MappedCall(Call):
     """A call of kernels that read and write by tensor maps."""
 
@@ -151,7 +143,7 @@ class MappedCall(Call):
     @property
     def read(self) -> list[str]:
         """What the copy engine reads, as far as it is there: not all of a planned call is."""
-        return [name for name in _READ if name in self.operands]
+        return [name for name in ("q", "k", "v", "do") if name in self.operands]
 
     @staticmethod
     def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
@@ -214,24 +206,28 @@ class MappedCall(Call):
         written: Iterable[str],
         beside: Mapping[str, str] = MappingProxyType({}),
         together: int = 1,
-        absent: Iterable[str] = (),
         **more: Any,
     ) -> None:
         """Append a kernel whose blocks share pieces of `work`, and that takes maps of what it reads and writes.
 
         Results leave in boxes of one warpgroup's rows.  Unrounded ones leave without a map; q's stands in then.  Last
-        come maps of what travels `beside` q, k and v, in boxes of q's rows: the name of each, and of whose look it has.
-        `together`: blocks of a multiprocessor; `absent`: operands that are not there, whose maps nothing reads; `more`
-        is for :meth:`add`.
+        come maps of what travels `beside` q, k and v: the name of each, and of whose look it has, or of what stands in
+        for it where it is not there.
+        `together`: blocks of a multiprocessor; `more` is for :meth:`add`.
         """
         dtype = self.problem.row
-        views = {name: self.view(name, tile[name in _OF_KEYS]) for name in self.read}
+        read = [name for name in self.read if name not in beside]
+        views = {name: self.view(name, tile[name in _OF_KEYS]) for name in read}
         for name in written:
             rounded = self.arrays[name].dtype == dtype.dtype
             views[name] = self.view(name if rounded else "q", WARPGROUP_ROWS)
-        views |= {name: self.view(like, tile[0]) for name, like in beside.items()}
-        maps = {name: lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)) for name, view in views.items()}
-        read = {name: maps.get(name, _describe_nothing) for name in _READ if name in maps or name in absent}
-        maps = read | maps
+        views |= {name: self.view(like, tile[like in _OF_KEYS]) for name, like in beside.items()}
+        maps = [
+            (
+                name if name in self.arrays else beside[name],
+                lru_cache(_MAPS_KEPT)(partial(describe, dtype=dtype, view=view)),
+            )
+            for name, view in views.items()
+        ]
         grid = (min(work, together * self.device.multiprocessors),)
         self.add(path, kernel, constants, grid, warps, values, tile, shared_bytes=shared_bytes, maps=maps, **more)

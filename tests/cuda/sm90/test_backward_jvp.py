@@ -1,6 +1,5 @@
 """Hopper's gradients along tangents: what they take, what they launch, and that they compile without spills."""
 
-import numpy as np
 import pytest
 
 from cuattn.cuda import source
@@ -55,9 +54,8 @@ def test_launches(case, driver):
     assert by_keys.grid == (heads * -(-case.n_keys // 128),)
     assert rows.argument["rows"] == by_rows.argument["rows"] == by_keys.argument["rows"] != 0
     for launch in (by_rows, by_keys):
-        owners, others = {"q", "do", "tq"}, {"k", "v", "tk", "tv"}
+        owners, others = {"q", "do", "tq", "tdo"}, {"k", "v", "tk", "tv"}
         boxes = dict(zip(("q", "k", "v", "do", "tq", "tk", "tv", "tdo"), launch.maps, strict=True))
-        assert isinstance(boxes.pop("tdo"), np.ndarray)  # it is not there
         block_m, block_n = launch.constants["block_m"], launch.constants["block_n"]
         assert all(boxes[name].box_rows == block_m for name in owners)
         assert all(boxes[name].box_rows == block_n for name in others)
