@@ -4,7 +4,8 @@
 //   dQ. = scale (dX. K + dX K.),   dK. = scale (dX.^T Q + dX^T Q.),   dV. = (P u)^T dO + P^T dO.
 //
 // One launch owns row tiles and sums dQ. (7 products a tile without dO.), one owns key tiles and sums dK. and dV. (8).  Where keys own, scores are
-// transposed, so that both are the same: a producer warp feeds tiles of the other side to two consumer warpgroups of 64 own rows each.
+// transposed, so that both are the same: a producer warp feeds tiles of the other side to two consumer warpgroups of 64 own rows each.  Or
+// (cfg::one_pass) keys own, and dQ. is added up in memory, in no fixed order (10).
 //
 // Grid: tiles of the owner * heads * batch.
 #include "ptx/registers.cuh"
@@ -19,6 +20,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         if constexpr (may_hide) ptx::mbarrier_init(shared.raw(stage), 1);
     }
     ptx::mbarrier_init(shared.own_full(), 1);
+    if constexpr (one_pass && may_hide) ptx::mbarrier_init(shared.own_raw(), 1);
     ptx::mbarrier_init_fence();
 }
 

@@ -1,5 +1,6 @@
 // A consumer warpgroup of the gradients' kernel along tangents: the sums of its 64 rows of the owner's side over all tiles of the other side.
 #pragma once
+#include "ptx/global.cuh"
 #include "sm90/bwd_jvp_producer.cuh"
 #include "sm90/bwd_jvp_scores.cuh"
 #include "sm90/gradients.cuh"
@@ -17,6 +18,9 @@ __device__ __forceinline__ void clear(float (&x)[n]) {
 constexpr int held_steps = cfg::held_steps;
 using Held = HeldRows<held_steps ? held_steps : 1>;  // of which 0 steps are never read
 
+constexpr u32 crossing_barrier = 1;
+constexpr int dq_columns = 64 / warpgroups;  // that a warpgroup adds to dQ.
+
 struct Consumer {
     const TangentParams& p;
     const Shared shared;
@@ -32,6 +36,8 @@ struct Consumer {
     Fragments ds, tds, pu, pz;              // dX, dX., P Z u and P Z, rounded
     float sum[cfg::head_dim / 2];           // dQ. or dK.
     float dv[cfg::head_dim_v / 2];          // dV., where keys own
+    float dq[dq_columns / 2];               // of the last tile's queries, with one pass
+    u32 buffer;                             // that its dX crosses
 
     // d = A B^T of this warpgroup's rows of the owner and the tile in the slot; at: of the operands.
     template <int columns>
@@ -72,6 +78,53 @@ struct Consumer {
         accumulate_rows<streamed>(sum, tds, tile);
         if constexpr (StreamSide::moved) accumulate_rows<streamed>(sum, ds, tile + StreamSide::tx_at);
         ptx::wgmma_commit();
+    }
+
+    // A fragment's 64 keys as a slab [queries][keys].
+    __device__ __forceinline__ void store_transposed(const Fragments& a, u32 slab) const {
+        const u32 lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, query = lane % 8 + 8 * (lane / 16);
+        const u32 at = slab + query * row_bytes + 16 * ((2 * warp + lane / 8 % 2) ^ (query % 8));
+        unroll<streamed / 16>([&](int j) { ptx::stmatrix_x4_trans(at + j * 2 * eight_rows, a[j][0], a[j][1], a[j][2], a[j][3]); });
+    }
+
+    // This warpgroup's columns of dQ. of a tile, over all keys.  at: of the rows' dX; factors: of the owner's.
+    __device__ __forceinline__ void multiply_queries(u32 at, int factors, u32 begun) {
+        unroll<own_rows / 16>([&](int step) {
+            const u64 a = ptx::wgmma_descriptor(at, 16, eight_rows) + ((step / 4 * slab_bytes + 32 * (step % 4)) >> 4);
+            const u64 b = ptx::wgmma_descriptor(shared.own() + factors + 2 * dq_columns * warpgroup, own_rows * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
+            ptx::Product<dq_columns>::template ss<is_bfloat16, 1, 1>(dq, a, b, step > 0 || begun);
+        });
+    }
+
+    // dX goes to where both warpgroups' products find it.  By the time that the other one's is there, too, it has done with the buffer of the last
+    // tile.
+    __device__ __forceinline__ void issue_dq() {
+        const u32 slabs_at = shared.crossing(buffer), own_slab = slabs_at + slab_bytes * warpgroup;
+        store_transposed(tds, own_slab);
+        if constexpr (OwnSide::moved) store_transposed(ds, own_slab + warpgroups * slab_bytes);
+        ptx::async_proxy_fence();
+        ptx::barrier_sync(crossing_barrier, 128 * warpgroups);
+        ptx::wgmma_fence();
+        multiply_queries(slabs_at, 0, 0);
+        if constexpr (OwnSide::moved) multiply_queries(slabs_at + warpgroups * slab_bytes, OwnSide::tx_at, 1);
+        ptx::wgmma_commit();
+        buffer ^= 1;
+    }
+
+    // Adds what a tile gave.
+    __device__ __forceinline__ void add_dq(i32 first_row, i32 head) {
+        ptx::wgmma_pin(dq);
+        const float factor = static_cast<float>(p.scale * p.dropout_scale);
+        float* sums = static_cast<float*>(p.dq_acc) + static_cast<i64>(work.batch * p.heads + head) * p.n_queries * p.head_dim;
+        unroll<2>([&](int half) {
+            const i32 row = first_row + fragment_row() + 8 * half;
+            if (row >= p.n_queries) return;
+            unroll<dq_columns / 8>([&](int eight) {
+                const i32 column = dq_columns * static_cast<i32>(warpgroup) + 8 * eight + 2 * static_cast<i32>(threadIdx.x % 4);
+                const int i = 4 * eight + 2 * half;
+                if (column < p.head_dim) ptx::red_add_x2(sums + static_cast<i64>(row) * p.head_dim + column, dq[i] * factor, dq[i + 1] * factor);
+            });
+        });
     }
 
     __device__ __forceinline__ TilePlace place(const Step& step) const {
@@ -122,8 +175,8 @@ struct Consumer {
             if (before >= 0) release_read(shared.empty(before));
             issue_dp();
             const u32 kept = cfg::dropout ? find_kept(p, at) : ~0u;
-            // Without masks only the keys' end is hidden, whose own sums nobody takes.
-            const bool partial = (may_hide || !keys_own) && uniform(step.partial());
+            // Without masks only the keys' end is hidden; of a launch that owns keys nobody takes the sums there, unless they are dQ's, too.
+            const bool partial = (may_hide || !keys_own || one_pass) && uniform(step.partial());
             u32 seen = partial ? find_seen(p, at) : ~0u;
             numbers.shared = shared.row_numbers(stage) + threadIdx.x % 4;
             ptx::wgmma_wait<1>();
@@ -135,7 +188,12 @@ struct Consumer {
             ptx::wgmma_pin(tg);
             if (told_by_scores || partial) clear_unseen(g, seen), clear_unseen(tg, seen);
             differentiate(kept);
+            if constexpr (one_pass) issue_dq();
             accumulate(stage);
+            if constexpr (one_pass) {
+                ptx::wgmma_wait<1>();
+                add_dq(step.number * streamed, step.head);
+            }
             before = stage;
             slot.advance();
             row_offset += p.splits;
@@ -158,7 +216,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void run() {
-        row_offset = 64 * warpgroup * row_bytes;
+        row_offset = 64 * warpgroup * row_bytes, buffer = 0;
         if constexpr (!keys_own) numbers.load_own(p, work.batch * p.heads + work.head, work.tile * own_rows + 64 * warpgroup + fragment_row());
         clear(sum);
         if constexpr (keys_own) clear(dv);

@@ -46,8 +46,8 @@ struct Producer {
 
     __device__ __forceinline__ void load_own() {
         if (!leader) return;
-        ptx::mbarrier_arrive_expect(shared.own_full(), OwnSide::bytes);
-        load_side<keys_own, own_rows>(shared.own(), shared.own_full(), ptx::evict_first, work.tile * own_rows, work.head);
+        ptx::mbarrier_arrive_expect(shared.own_raw(), OwnSide::bytes);
+        load_side<keys_own, own_rows>(shared.own(), shared.own_raw(), ptx::evict_first, work.tile * own_rows, work.head);
     }
 
     __device__ __forceinline__ void load(const Step& step) {
@@ -126,7 +126,21 @@ struct Cleaner {
         if constexpr (StreamSide::moved_v) clear_row<streamed, slabs_v>(tile + StreamSide::tv_at, row);
     }
 
+    // Keys that the band hides from every row, where they are factors of dQ.
+    __device__ __forceinline__ void clear_own() const {
+        ptx::mbarrier_wait(shared.own_raw(), 0);
+        for (u32 row = threadIdx.x % 32; row < own_rows; row += 32) {
+            const i32 key = work.tile * own_rows + row;
+            if (key >= p.n_keys || band_sees(p, key)) continue;
+            clear_row<own_rows, slabs>(shared.memory, row);
+            if constexpr (OwnSide::moved) clear_row<own_rows, slabs>(shared.memory + OwnSide::tx_at, row);
+        }
+        ptx::async_proxy_fence();
+        release(shared.own_full());
+    }
+
     __device__ __forceinline__ void run() const {
+        if constexpr (one_pass) clear_own();
         for (Slot<cfg::stages> slot;; slot.advance()) {
             ptx::mbarrier_wait(shared.raw(slot.stage), slot.phase);
             const Step step = shared.step(slot.stage);

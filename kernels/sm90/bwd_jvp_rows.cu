@@ -1,6 +1,8 @@
 // What the gradients' tangents need of every row: m, -log2 l (-inf: the row sees nothing, and all else is 0), and, over the scale of dropout,
 // D = do.o - dlse and D. = do.o. + do..o; lse.; and, rounded, o. as the gradient by do (cfg::ddo).
 //
+// With cfg::one_pass dQ. begins with 0.
+//
 // p.rows: [head][cfg::unit rows][number][row], padded to whole tiles of 128 rows with rows that see nothing.
 // Grid   anything; a warp takes four rows at a time.
 #include "attn/tangents.cuh"
@@ -25,6 +27,10 @@ extern "C" __global__ __launch_bounds__(32 * kWarps) void backward_jvp_rows(cons
             if constexpr (cfg::tdo) moved[r] = fmaf(to_acc(static_cast<const cfg::elem*>(p.tdo.data)[place(p.tdo, row) + column]), y, moved[r]);
             if constexpr (cfg::ddo) static_cast<cfg::grad*>(p.ddo.data)[(i64(flat) * p.n_queries + row) * p.head_dim_v + column] = round_to<cfg::grad>(z);
         });
+        if constexpr (cfg::one_pass) {
+            for (i32 i = lane; i < min(p.n_queries - row0, kRows) * p.head_dim; i += 32)
+                static_cast<float*>(p.dq_acc)[(i64(flat) * p.n_queries + row0) * p.head_dim + i] = 0;
+        }
         unroll<kRows>([&](int r) {
             for (int distance = 16; distance > 0; distance /= 2) {
                 delta[r] += __shfl_xor_sync(~0u, delta[r], distance);

@@ -4,6 +4,7 @@ Both launches compute scores, dP and their tangents, one with the rows of 128 qu
 (kernels/sm90/bwd_jvp.cu), so that each sums its own gradients in registers, in a fixed order.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
 from cuattn.cuda.constants import Constants, is_sloped
-from cuattn.cuda.sm80.backward import broadcast_heads
+from cuattn.cuda.sm80.backward import add_sum, broadcast_heads, sum_array, sum_of_parts
 from cuattn.cuda.sm80.jvp import TangentCall
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache
@@ -36,6 +37,12 @@ class Ring(NamedTuple):
     streamed: int
     stages: int
     shared_bytes: int
+
+
+def takes_one_pass(problem: Problem) -> bool:
+    """Return whether one launch sums dk and dv in registers and dq in memory, in no fixed order."""
+    plain = not (problem.masks or problem.dropout or problem.deterministic or is_sloped(problem) or problem.score)
+    return plain and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
 
 
 def held_steps(problem: Problem, keys_own: bool) -> int:
@@ -65,9 +72,18 @@ class BackwardJvp(TangentCall, MappedCall):
         return [*super().read, *filter(self.has, _TANGENTS)]
 
     @property
+    def _sums(self) -> dict[str, str]:
+        """Return what takes the address of dq's sums."""
+        return {"dq_acc": "tdq_acc"} if self._one_pass else {}
+
+    @property
     def _maps(self) -> dict[str, str]:
         """Return whose map goes for each tangent: its operand's, where it is not there."""
         return {name: name if self.has(name) else name[1:] for name in _TANGENTS}
+
+    @functools.cached_property
+    def _one_pass(self) -> bool:
+        return takes_one_pass(self.problem)
 
     @property
     def _slabs(self) -> tuple[int, int]:
@@ -85,10 +101,11 @@ class BackwardJvp(TangentCall, MappedCall):
         crowded = keys_own and (wide or is_sloped(problem) or problem.dropout > 0)
         for streamed in (32,) if crowded else (64, 32):
             stage = streamed * (other + keys_own * _NUMBERS * _FLOAT) + 16 + 3 * 8  # of which step and barriers
-            stages = min((self.device.shared_bytes - _OWN * own - walk - 64) // stage, _MOST)
+            held = _OWN * own + keys_own * self._one_pass * 2 * 2 * _OWN * streamed * self.problem.dtype.itemsize
+            stages = min((self.device.shared_bytes - held - walk - 64) // stage, _MOST)
             if stages > 1:
                 break
-        return Ring(streamed, stages, pad(_OWN * own + stages * stage + 8, 16) + walk + 16)
+        return Ring(streamed, stages, pad(held + stages * stage + 16, 16) + walk + 16)
 
     def unsupported_reason(self) -> str | None:
         problem = self.problem
@@ -112,22 +129,40 @@ class BackwardJvp(TangentCall, MappedCall):
         problem = self.problem
         by_keys, by_rows = self._ring(keys_own=True), self._ring(keys_own=False)
         padded = pad(problem.n_queries, _OWN)
-        self.begin({"rows": Array((problem.instances, padded, _NUMBERS), np.dtype(np.float32))})
+        scratch = {"rows": Array((problem.instances, padded, _NUMBERS), np.dtype(np.float32))}
+        whole = sum_of_parts(1, problem.instances * problem.n_queries * problem.head_dim)
+        if self._one_pass:
+            scratch["tdq_acc"] = sum_array(problem, whole)
+        self.begin(scratch)
         slabs, slabs_v = self._slabs
-        widths = {"head_dim": SLAB_COLUMNS * slabs, "head_dim_v": SLAB_COLUMNS * slabs_v, "unit": by_keys.streamed}
+        widths = {
+            "head_dim": SLAB_COLUMNS * slabs,
+            "head_dim_v": SLAB_COLUMNS * slabs_v,
+            "unit": by_keys.streamed,
+            "one_pass": False,
+        }
         constants = self.base_constants() | widths
-        self._add_rows(constants, padded)
-        self._add(constants, keys_own=False, ring=by_rows)
-        self._add(constants, keys_own=True, ring=by_keys)
-        block = _OWN, by_rows.streamed
-        return self.planned("sm90/bwd_jvp.cu", block, _WARPS, by_rows.shared_bytes, constants)
+        self._add_rows(constants | {"one_pass": self._one_pass}, padded)
+        if self._one_pass:
+            self._add(constants | {"one_pass": True}, keys_own=True, ring=by_keys)
+            add_sum(self, "tdq", whole)
+        else:
+            self._add(constants, keys_own=False, ring=by_rows)
+            self._add(constants, keys_own=True, ring=by_keys)
+        note = (
+            "dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable"
+            if self._one_pass
+            else "dq by a pass of its own over the scores; all sums in a fixed order"
+        )
+        return self.planned("sm90/bwd_jvp.cu", (by_keys.streamed, _OWN), _WARPS, by_keys.shared_bytes, constants, note)
 
     def _add_rows(self, constants: Constants, padded: int) -> None:
         """Append the launch that computes what the others need of rows."""
         problem = self.problem
         of = {f"{name}_elem": DTYPES[self.operands[name].dtype].cuda for name in ("o", "to")}
         constants = constants | of | {"dlse": self.has("dlse") > 0, "ddo": "ddo" in self.arrays}
-        fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), {"rows": "rows"})
+        slots = {"rows": "rows", **self._sums}
+        fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), slots)
         blocks = min(cdiv(problem.instances * padded, _ROW_WARPS * _ROWS), 16 * self.device.multiprocessors)
         self.add("sm90/bwd_jvp_rows.cu", "backward_jvp_rows", constants, (blocks,), _ROW_WARPS, fields, own=own)
 
@@ -147,7 +182,8 @@ class BackwardJvp(TangentCall, MappedCall):
         work = counts["key_tiles" if keys_own else "row_tiles"] * heads
         written = ("tdk", "tdv") if keys_own else ("tdq",)
         names = ("tq", "tk", "tv", "tbias", "tdo")
-        fields, own = self.tangents(names, {"rows": "rows", **{f"{name}.data": name for name in written}})
+        slots = {"rows": "rows", **{f"{name}.data": name for name in written}, **self._sums}
+        fields, own = self.tangents(names, slots)
         launched = "sm90/bwd_jvp.cu", "backward_jvp", constants, work, _WARPS, counts | fields, tile
         every = cdiv(work, self.device.multiprocessors)
         self.add_mapped(*launched, ring.shared_bytes, (), self._maps, together=every, own=own)

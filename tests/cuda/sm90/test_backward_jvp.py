@@ -30,12 +30,16 @@ EXCEPTIONS = {"blocks": 32}  # bytes that a thread may spill where it looks at b
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_kernels_compile(case, driver):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_compile(case, deterministic, driver):
     """Neither spills, but few, nor products one by one; a block has the shared memory that the kernel lays out."""
-    call = prepared(case, "double_backward", kernel="sm90")
+    call = prepared(case, "double_backward", kernel="sm90", deterministic=deterministic)
     found = [kernel._found for kernel in launch_sequence(*call[:3])._kernels]
     found = [(path, constants, size) for _, path, _, constants, size, *_ in found if "jvp" in path]
-    assert [path for path, *_ in found] == ["sm90/bwd_jvp_rows.cu", *["sm90/bwd_jvp.cu"] * 2]
+    one_pass = dict(found[1][1])["one_pass"]
+    if deterministic and not one_pass and max(dict(found[1][1])["head_dim"], call.problem.head_dim_v) > 64:
+        pytest.skip("these are the same")
+    assert [path for path, *_ in found] == ["sm90/bwd_jvp_rows.cu", *["sm90/bwd_jvp.cu"] * (2 - one_pass)]
     for path, constants, size in found:
         used = kernel_resources(path, constants, "sm_90a")
         assert all(each.stack <= EXCEPTIONS.get(case.name, 0) for each in used.values()), used
@@ -46,7 +50,7 @@ def test_kernels_compile(case, driver):
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 def test_launches(case, driver):
-    call = prepared(case, "double_backward", kernel="sm90")
+    call = prepared(case, "double_backward", kernel="sm90", deterministic=True)
     (rows, by_rows, by_keys), _ = driver.run(launch_sequence(*call[:3]), call.addresses)
     heads = call.problem.instances
     assert (by_rows.constants["block_m"], by_keys.constants["block_n"]) == (128, 128)
