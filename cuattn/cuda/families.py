@@ -36,7 +36,12 @@ class Family(NamedTuple):
 FAMILIES = {
     "sm90": Family(
         "bulk tensor copies and warpgroup products",
-        {"forward": sm90.Forward, "backward": sm90.Backward, "double_backward": sm90.BackwardJvp},
+        {
+            "forward": sm90.Forward,
+            "backward": sm90.Backward,
+            "backward_jvp": sm90.BackwardJvp,
+            "double_backward": sm90.DoubleBackward,
+        },
     ),
     "sm80": Family(
         "portable tensor-core kernel",

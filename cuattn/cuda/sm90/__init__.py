@@ -1,7 +1,7 @@
 """The kernels for compute capability 9.0: bulk tensor copies and warpgroup products."""
 
 from cuattn.cuda.sm90.backward import Backward
-from cuattn.cuda.sm90.backward_jvp import BackwardJvp
+from cuattn.cuda.sm90.backward_jvp import BackwardJvp, DoubleBackward
 from cuattn.cuda.sm90.forward import Forward
 
-__all__ = ["Backward", "BackwardJvp", "Forward"]
+__all__ = ["Backward", "BackwardJvp", "DoubleBackward", "Forward"]

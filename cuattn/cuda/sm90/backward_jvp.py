@@ -6,15 +6,17 @@ Both launches compute scores, dP and their tangents, one with the rows of 128 qu
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
 from cuattn.cuda.constants import Constants, is_sloped
-from cuattn.cuda.sm80.backward import add_sum, broadcast_heads, sum_array, sum_of_parts
+from cuattn.cuda.sm80.backward import Sum, add_sum, broadcast_heads, sum_array, sum_of_parts
 from cuattn.cuda.sm80.jvp import TangentCall
 from cuattn.cuda.sm90 import forward
+from cuattn.cuda.sm90.backward import Backward
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
@@ -56,20 +58,13 @@ def held_steps(problem: Problem, keys_own: bool) -> int:
     return 4 if not wide else 0 if crowded or problem.dropout else 2
 
 
-class BackwardJvp(TangentCall, MappedCall):
-    """Three launches: what rows need, dq, dk and dv."""
-
-    packed_masks = False
+class AlongTangents(TangentCall, MappedCall):
+    """What double backward and the gradients with their tangents have in common: the launches for tangents."""
 
     @staticmethod
     def simplify(problem: Problem, masks: Sequence[Any]) -> tuple[Problem, Sequence[Any]]:
         """Take a column mask that is no more than a band as one."""
         return (problem, masks) if "function" in problem.masks else MappedCall.simplify(problem, masks)
-
-    @property
-    def read(self) -> list[str]:
-        """What the copy engine reads."""
-        return [*super().read, *filter(self.has, _TANGENTS)]
 
     @property
     def _sums(self) -> dict[str, str]:
@@ -123,47 +118,48 @@ class BackwardJvp(TangentCall, MappedCall):
             return "rows and keys are fewer than its tiles have"
         for name in broadcast_heads(self):
             return f"the gradient of {name} is a sum over axes along which it was broadcast"
-        return self.layout_reason()
+        return self.layout_reason(filter(self.has, _TANGENTS))
 
-    def prepare(self) -> Plan:
-        problem = self.problem
+    @property
+    def _sum(self) -> Sum:
+        """Return the sum that dq is the one term of."""
+        return sum_of_parts(1, self.problem.instances * self.problem.n_queries * self.problem.head_dim)
+
+    def begin(self, scratch: dict[str, Array], counters: int = 0, arithmetic: np.dtype | None = None) -> None:
+        """Make the launch sequence, with scratch memory for the tangents."""
+        rows = Array((self.problem.instances, pad(self.problem.n_queries, _OWN), _NUMBERS), np.dtype(np.float32))
+        scratch = {**scratch, "rows": rows}
+        if self._one_pass:
+            scratch["tdq_acc"] = sum_array(self.problem, self._sum)
+        super().begin(scratch, counters, arithmetic)
+
+    def add_tangents(self) -> Plan:
+        """Append the launches for tangents, and plan them alone."""
         by_keys, by_rows = self._ring(keys_own=True), self._ring(keys_own=False)
-        padded = pad(problem.n_queries, _OWN)
-        scratch = {"rows": Array((problem.instances, padded, _NUMBERS), np.dtype(np.float32))}
-        whole = sum_of_parts(1, problem.instances * problem.n_queries * problem.head_dim)
-        if self._one_pass:
-            scratch["tdq_acc"] = sum_array(problem, whole)
-        self.begin(scratch)
         slabs, slabs_v = self._slabs
-        widths = {
-            "head_dim": SLAB_COLUMNS * slabs,
-            "head_dim_v": SLAB_COLUMNS * slabs_v,
-            "unit": by_keys.streamed,
-            "one_pass": False,
-        }
-        constants = self.base_constants() | widths
-        self._add_rows(constants | {"one_pass": self._one_pass}, padded)
+        constants = self.base_constants() | {
+            "head_dim": SLAB_COLUMNS * slabs, "head_dim_v": SLAB_COLUMNS * slabs_v, "unit": by_keys.streamed,
+            "one_pass": self._one_pass,
+        }  # fmt: skip
+        self._add_rows(constants)
         if self._one_pass:
-            self._add(constants | {"one_pass": True}, keys_own=True, ring=by_keys)
-            add_sum(self, "tdq", whole)
+            self._add(constants, keys_own=True, ring=by_keys)
+            add_sum(self, "tdq", self._sum)
+            note = "dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable"
         else:
             self._add(constants, keys_own=False, ring=by_rows)
             self._add(constants, keys_own=True, ring=by_keys)
-        note = (
-            "dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable"
-            if self._one_pass
-            else "dq by a pass of its own over the scores; all sums in a fixed order"
-        )
+            note = "dq by a pass of its own over the scores; all sums in a fixed order"
         return self.planned("sm90/bwd_jvp.cu", (by_keys.streamed, _OWN), _WARPS, by_keys.shared_bytes, constants, note)
 
-    def _add_rows(self, constants: Constants, padded: int) -> None:
+    def _add_rows(self, constants: Constants) -> None:
         """Append the launch that computes what the others need of rows."""
-        problem = self.problem
-        of = {f"{name}_elem": DTYPES[self.operands[name].dtype].cuda for name in ("o", "to")}
+        problem, names = self.problem, ("o", "to")
+        of = {f"{name}_elem": DTYPES[getattr(self.operands.get(name), "dtype", problem.dtype)].cuda for name in names}
         constants = constants | of | {"dlse": self.has("dlse") > 0, "ddo": "ddo" in self.arrays}
         slots = {"rows": "rows", **self._sums}
         fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), slots)
-        blocks = min(cdiv(problem.instances * padded, _ROW_WARPS * _ROWS), 16 * self.device.multiprocessors)
+        blocks = min(cdiv(problem.instances * pad(problem.n_queries, _OWN), _ROW_WARPS * _ROWS), 16 * self.device.multiprocessors)
         self.add("sm90/bwd_jvp_rows.cu", "backward_jvp_rows", constants, (blocks,), _ROW_WARPS, fields, own=own)
 
     def _add(self, constants: Constants, keys_own: bool, ring: Ring) -> None:
@@ -187,3 +183,24 @@ class BackwardJvp(TangentCall, MappedCall):
         launched = "sm90/bwd_jvp.cu", "backward_jvp", constants, work, _WARPS, counts | fields, tile
         every = cdiv(work, self.device.multiprocessors)
         self.add_mapped(*launched, ring.shared_bytes, (), self._maps, together=every, own=own)
+
+
+class DoubleBackward(AlongTangents):
+    """The tangents alone."""
+
+    packed_masks = False
+
+    def prepare(self) -> Plan:
+        self.begin({})
+        return self.add_tangents()
+
+
+class BackwardJvp(AlongTangents, Backward):
+    """The gradients, as the backward makes them, and behind them their tangents."""
+
+    def unsupported_reason(self) -> str | None:
+        return super().unsupported_reason() or Backward.unsupported_reason(self)
+
+    def prepare(self) -> Plan:
+        plan = super().prepare()
+        return replace(plan, notes=(*plan.notes, *(f"tangents: {note}" for note in self.add_tangents().notes)))
