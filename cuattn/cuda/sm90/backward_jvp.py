@@ -47,13 +47,13 @@ def takes_one_pass(problem: Problem) -> bool:
     return plain and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
 
 
-def held_steps(problem: Problem, keys_own: bool) -> int:
+def held_steps(problem: Problem, keys_own: bool, tdo: int) -> int:
     """Return how many steps of 16 columns of the owner's q and do (k and v) have registers."""
     if "block" in problem.masks:
         return 0
     crowded = bool(problem.masks) or is_sloped(problem) or problem.score is not None
     if keys_own:
-        return 1 if crowded else 2
+        return (1 if crowded else 2) - tdo
     wide = max(problem.head_dim, problem.head_dim_v) > SLAB_COLUMNS
     return 4 if not wide else 0 if crowded or problem.dropout else 2
 
@@ -78,7 +78,7 @@ class AlongTangents(TangentCall, MappedCall):
 
     @functools.cached_property
     def _one_pass(self) -> bool:
-        return takes_one_pass(self.problem)
+        return takes_one_pass(self.problem) and not self.has("tdo")  # what gives dv more takes registers
 
     @property
     def _slabs(self) -> tuple[int, int]:
@@ -168,7 +168,7 @@ class AlongTangents(TangentCall, MappedCall):
         tile = (ring.streamed, _OWN) if keys_own else (_OWN, ring.streamed)
         constants = constants | {
             "keys_own": keys_own, "block_m": tile[0], "block_n": tile[1], "stages": ring.stages,
-            "held_steps": held_steps(problem, keys_own),
+            "held_steps": held_steps(problem, keys_own, self.has("tdo")),
         }  # fmt: skip
         counts = tile_counts(problem, tile)
         heads = problem.instances // problem.group if keys_own else problem.instances
