@@ -133,8 +133,8 @@ def attention(
 
     Notes
     -----
-    Extra memory is O(Nq).  Automatic differentiation is explicit: wrap :func:`forward` and :func:`backward` in a
-    ``torch.autograd.Function`` or a ``jax.custom_vjp``.
+    Extra memory is O(Nq).  Automatic differentiation is explicit, by :func:`forward` and :func:`backward`; for PyTorch
+    ``cuattn.torch.attention`` is this function with gradients.
 
     References
     ----------
@@ -147,7 +147,9 @@ def attention(
     >>> cuattn.attention(q, q, q, is_causal=True).shape
     (2, 4, 16)
     """
-    options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, False)
+    options = Options._make(
+        (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, False, None, False)
+    )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
     return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))[0][0]
 
@@ -216,10 +218,12 @@ def forward(
     >>> fwd.l, fwd.m
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
-    options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype)
+    options = Options._make(
+        (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, False)
+    )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
     results, state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))
-    return Forward(*results, rng_state=state)
+    return Forward(*results, state)
 
 
 @public

@@ -50,7 +50,13 @@ def _scoring() -> ModuleType:
     return scoring
 
 
-@dataclass
+@lru_cache(maxsize=64)
+def _is_mask(kind: type) -> bool:
+    """Return whether instances of a class are masks; to ask an abstract class takes three times as long."""
+    return issubclass(kind, Mask)
+
+
+@dataclass(slots=True)
 class Call:
     """One call of an operation, as the caller made it.
 
@@ -95,7 +101,7 @@ class Call:
         mask = self.arrays["mask"]
         if mask is None:
             return
-        if isinstance(mask, Mask):
+        if _is_mask(type(mask)):
             self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
             self.function, self.arrays["mask"] = mask, None
@@ -152,12 +158,13 @@ def _known(*signature: Any) -> _Known:
 
 def _cell(call: Call, layouts: tuple) -> _Known:
     """Return the memo cell of a call whose arrays have these layouts; a cell of its own where it cannot be hashed."""
-    options, score = call.options, call.score
-    masks = tuple([mask.layout for mask in call.masks]) if call.masks else ()
+    options, score, masks = call.options, call.score, call.masks
+    if masks:
+        masks = tuple([mask.layout for mask in masks])
     kind = score and (score.traced and score.traced.kind,)
+    runs = None if call.origin is None else call.has_runs
     try:  # each option beside its type, as True is no 1; so is each side of the window
-        sides = options.window or ()
-        return _known(call.operation.name, layouts, masks, kind, call.has_runs, *options, *sides)
+        return _known(call.operation.name, layouts, masks, kind, runs, *options, *(options.window or ()))
     except (TypeError, ValueError):  # an option that cannot be hashed: checked in every call
         return _Known()
 
@@ -174,26 +181,33 @@ def compute(call: Call) -> tuple[list[Any], Any]:
     """
     if "torch._dynamo" not in sys.modules:
         return _run(call)
-    if sys.modules["torch"].compiler.is_compiling():
+    is_compiling, callback, opaque = _compiler()
+    if is_compiling():
         raise UnsupportedError(
             "q, k, v are being traced by torch.compile, and cuattn runs on real memory alone; call it through "
             "torch.compiler.disable(cuattn.attention), or without fullgraph=True"
         )
-    return _opaque()(call)
+    return _run(call) if callback() is None else opaque(call)
 
 
 @lru_cache(maxsize=1)
-def _opaque() -> Any:
-    """Return `_run` as a function in which PyTorch's compiler traces nothing."""
-    return sys.modules["torch._dynamo"].disable(_run)
+def _compiler() -> tuple[Any, Any, Any]:
+    """Return what tells whether PyTorch's compiler traces, what looks at frames for it, and `_run` unseen by it."""
+    torch, dynamo = sys.modules["torch"], sys.modules["torch._dynamo"]
+    frames = getattr(torch._C._dynamo, "eval_frame", None)  # private; `disable` asks it, too, and takes longer
+    callback = getattr(frames, "get_eval_frame_callback", object)
+    return torch.compiler.is_compiling, callback, dynamo.disable(_run)
 
 
 def _run(call: Call) -> tuple[list[Any], Any]:
-    seen = interop.signature(call.arrays.values()) if call.out is None and not call.has_runs else None
+    if call.out is not None or (call.origin is not None and call.has_runs):
+        return _compute(call)
+    seen = interop.signature(call.arrays.values())
     if seen is None or (call.score is not None and not call.score.recall()):
         return _compute(call)
     layouts, addresses = seen
-    call.take_functions(call.arrays)
+    if call.function is not None or call.score is not None:
+        call.take_functions(call.arrays)
     known = _cell(call, layouts)
     origin = known.origin
     if origin is None:
@@ -202,7 +216,9 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     place = None if call.origin is None else place_of(known.problem, call.origin)
     if origin.backend == "cpu":
         return _on_host(call, known, call.arrays, origin, state, place), state
-    with origin.on_device():
+    if origin.is_current:
+        return _launch(call, known, known.allocate, origin, addresses, state, place), state
+    with origin.scope():
         return _launch(call, known, known.allocate, origin, addresses, state, place), state
 
 
@@ -283,6 +299,8 @@ def _operands(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) ->
 
 def _state(call: Call, problem: Problem) -> Any:
     """Return the state of dropout's random numbers; None without dropout."""
+    if call.random is None and not problem.dropout:
+        return None
     return (replayed_state if call.operation.replays else drawn_state)(problem, call.random)
 
 

@@ -47,7 +47,7 @@ def calls(driver, monkeypatch):
     monkeypatch.setattr(cuda, "launch_sequence", launch_sequence)
     monkeypatch.setattr(tables.MaskTables, "find", lambda self, *_: SimpleNamespace(addresses=[0] * len(self.slots)))
     monkeypatch.setattr(interop.ArrayOrigin, "scope", scope)
-    monkeypatch.setattr(interop.ArrayOrigin, "on_device", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(interop.ArrayOrigin, "is_current", True)
     monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: Stream())
     monkeypatch.setattr(interop.ArrayOrigin, "allocator", allocator)
     monkeypatch.setattr(interop, "_kinds", {})

@@ -17,11 +17,8 @@ MODULES = sorted(
     for info in pkgutil.walk_packages(cuattn.__path__, "cuattn.")
     if not info.name.endswith("__main__") and not info.name.startswith("cuattn.cuda")
 )
-PUBLIC = [
-    f"{room}.{name}"
-    for room in ("cuattn", "cuattn.masks", "cuattn.rng", "cuattn.io_model", "cuattn.reference", "cuattn.errors")
-    for name in importlib.import_module(room).__all__
-]
+ROOMS = ("", ".masks", ".rng", ".io_model", ".reference", ".errors", ".pairwise", ".sklearn", ".distributed")
+PUBLIC = [f"cuattn{room}.{name}" for room in ROOMS for name in importlib.import_module(f"cuattn{room}").__all__]
 
 # numpydoc's codes: summary, sections, parameters and returns that are missing or do not match the signature.
 CHECKED = ("GL08", "SS01", "SS02", "SS03", "PR01", "PR02", "PR03", "PR04", "RT01", "EX01")
@@ -30,7 +27,8 @@ RECORD = ("GL08", "SS01", "SS02", "SS03")  # of errors and of what functions ret
 
 @pytest.mark.parametrize("name", ["cuattn", *MODULES])
 def test_doctests(name):
-    module = importlib.import_module(name)
+    wraps = name.split(".")[1:2] in (["torch"], ["jax"], ["transformers"], ["sklearn"])  # what may be absent
+    module = pytest.importorskip(name) if wraps else importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
 
@@ -43,6 +41,7 @@ def test_docstrings_are_complete(name):
     if not callable(value):
         return
     record = isinstance(value, type) and (hasattr(value, "_fields") or issubclass(value, (Exception, cuattn.Plan)))
+    record = record or member in ("Comm", "DistributedPlan")
     found = [f"{code}: {text}" for code, text in validate(name)["errors"] if code in (RECORD if record else CHECKED)]
     assert not found, "\n".join(found)
 

@@ -96,6 +96,13 @@ name                    type     meaning
 ``tq``, ``tk``          bool     there is a tangent of q, of k (``tv``, ``tdo``, ``tbias`` likewise)
 ``primal``              bool     the gradients are wanted beside their tangents
 ``ddo``                 bool     so is the gradient by do, which is the tangent of o
+``dim``                 int      pairwise: coordinates of a point
+``width``               int      pairwise: columns that a block takes
+``thread_rows``         int      pairwise: rows of a thread
+``reduction``           int      pairwise: what is summed, see kernels/pairwise/rows.cu
+``function``            int      pairwise: of the distance, see kernels/pairwise/functions.cuh
+``logs``                bool     pairwise gradients: weights of rows and keys are given by their logarithms
+``values``              bool     pairwise gradients: sums of values are wanted, too
 ======================  =======  ==================================================================================
 """
 

@@ -90,8 +90,9 @@ class Kernel:
         self.is_traced = any(name.startswith("traced.") for name in dtype.names)
 
     @functools.cached_property
-    def _function(self) -> Any:
-        return function(*self._found)
+    def _launched(self) -> tuple[int, ...]:
+        """What the driver is told in every launch: the function, grid, block and shared memory."""
+        return function(*self._found).ptr, *self._shape
 
     def _piece(self) -> Piece:
         """Return memory with the first argument and with room for the addresses of all."""
@@ -123,11 +124,11 @@ class Kernel:
             piece = self._idle.pop()
         except IndexError:
             piece = self._piece()
-        words, halves, _ = piece
+        words = piece.words
         for word, index in self._slots:
             words[word] = addresses[index]
         for half, value in changes:
-            halves[half] = value
+            piece.halves[half] = value
         maps = ()
         if self._maps:
             maps = [describe(addresses[index]) for index, describe in self._maps]
@@ -140,7 +141,7 @@ class Kernel:
     def _start(self, piece: Piece, maps: Sequence[Any], stream: int) -> None:
         """Launch with the arguments of a piece, which the driver copies; `maps` keeps those behind the first alive."""
         launch = _thread.launch or _prepare_thread()
-        launch(self._function.ptr, *self._shape, stream, piece.arguments, 0)
+        launch(*self._launched, stream, piece.arguments, 0)
 
 
 class _Thread(threading.local):

@@ -21,7 +21,7 @@ from cuattn.cuda.arguments import Array, Change, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
 from cuattn.cuda.functions import Functions
 from cuattn.cuda.launch import Kernel
-from cuattn.cuda.tables import MaskTables
+from cuattn.cuda.tables import Kept, MaskTables
 from cuattn.errors import UnsupportedError
 from cuattn.io_model.sizes import align_up
 from cuattn.masks.device import upload
@@ -140,16 +140,14 @@ class LaunchSequence:
         handle = stream.ptr
         capturing = handle > 1 and stream.is_capturing()  # the legacy default stream cannot be captured
         changes: list[Change] = [] if state is None else state_changes(state, self.device)
-        shift = 0
+        shift, needed, kept = 0, self.scratch_bytes, ()
         if place is not None:
             shift = place.shift
             placed, blocks = self._placed(place)
             changes, held = changes + placed, (*held, *blocks)
-        needed, kept = self.scratch_bytes, []
-        for table in self._tables:
-            kept.append(table.find(masks, shift, stream, capturing))
-            if kept[-1] is None:
-                needed += table.nbytes
+        if self._tables:
+            kept, more = self._kept(masks, shift, stream, capturing)
+            needed += more
         if capturing:
             held = (*held, *kept)
             needed += self._counter_bytes
@@ -157,22 +155,42 @@ class LaunchSequence:
         free = places.pop()
         if not self._kernels:  # there is nothing to compute
             self._zero_results(places, stream)
-        known = [0, *addresses, *places, *[free + offset for offset in self._offsets]]
+        known = [0, *addresses, *places]
+        if self._offsets:
+            known += [free + offset for offset in self._offsets]
         if self._counter_bytes:
             known.append(self._counters(stream, free + needed - self._counter_bytes if capturing else 0))
-        free += self.scratch_bytes
-        for table, found in zip(self._tables, kept, strict=True):
-            if found is None:
-                known += table.fill(table.sources(masks, known[self._plain], stream), shift, free, stream)
-                free += table.nbytes
-            else:
-                known += found.addresses
+        if kept:
+            known += self._filled(kept, masks, known[self._plain], shift, free + self.scratch_bytes, stream)
         with_numbers = [*changes, *self._functions.changes(numbers)] if numbers else changes
         for kernel in self._kernels:
             own = with_numbers if kernel.is_traced else changes if kernel.is_placed else ()
             kernel.launch(known, handle, own, place is None)
         del keep
         return results
+
+    def _kept(self, masks: Sequence[Any], shift: int, stream: Any, capturing: bool) -> tuple[list[Kept | None], int]:
+        """Return the tables that masks keep, None in place of the call's own, and the memory that these take."""
+        kept, needed = [], 0
+        for table in self._tables:
+            found = table.find(masks, shift, stream, capturing)
+            kept.append(found)
+            if found is None:
+                needed += table.nbytes
+        return kept, needed
+
+    def _filled(
+        self, kept: Sequence[Kept | None], masks: Sequence[Any], plain: int, shift: int, free: int, stream: Any
+    ) -> list[int]:
+        """Return the addresses of tables that masks keep, and of the call's own, filled where memory is free."""
+        known = []
+        for table, found in zip(self._tables, kept, strict=True):
+            if found is None:
+                known += table.fill(table.sources(masks, plain, stream), shift, free, stream)
+                free += table.nbytes
+            else:
+                known += found.addresses
+        return known
 
     def _zero_results(self, addresses: Sequence[int], stream: Any) -> None:
         for array, address in zip(self.results.values(), addresses, strict=True):

@@ -5,10 +5,10 @@ What a kind of mask needs is said by its class (:class:`cuattn.masks.cuda_half.C
 
 import functools
 import math
-import sys
+import weakref
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate, count
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ _MAX_GRID = 2**31 - 1
 _ZEROED = 2  # tables, the last, that are zeros before they are written
 _KEPT = 8  # tables that a mask keeps on each device
 
+_numbers = count()
 _PREFIX = "visible."  # of the arguments of a mask function
 
 
@@ -38,8 +39,9 @@ class Kept:
 
     def __init__(self, addresses: list[int], held: Any, stream: Any, device: int) -> None:
         self.addresses, self._held = addresses, held
-        self._ready, self._home, self._device = Ready(stream), stream, device
+        self._ready, self._home = Ready(stream), stream
         self._users: dict[int, Any] = {}
+        weakref.finalize(self, _give_back, stream, self._users, device).atexit = False
 
     def use(self, stream: Any) -> None:
         """Let `stream` wait until the tables are written."""
@@ -47,15 +49,15 @@ class Kept:
         if stream.ptr != self._home.ptr:
             self._users[stream.ptr] = stream
 
-    def __del__(self) -> None:
-        """Give the memory back only behind the work of all streams that read it."""
-        if not self._users or sys.is_finalizing():
-            return
+
+def _give_back(home: Any, users: dict[int, Any], device: int) -> None:
+    """Let the stream that memory goes back to wait for the work of others that read it."""
+    if users:
         import cupy
 
-        with cupy.cuda.Device(self._device):
-            for stream in self._users.values():
-                self._home.wait_event(stream.record())
+        with cupy.cuda.Device(device):
+            for stream in users.values():
+                home.wait_event(stream.record())
 
 
 class CallMasks:
@@ -148,6 +150,12 @@ class CallMasks:
         return self._tables(extent)
 
 
+@functools.lru_cache(maxsize=1024)
+def _number_of(*key: Hashable) -> int:
+    """Return a number for what tables depend on beside masks, which is quicker to look up."""
+    return next(_numbers)
+
+
 class MaskTables:
     """What the kernels with one tile read of a call's masks; the memory is kept on a mask, or is the call's own.
 
@@ -164,7 +172,8 @@ class MaskTables:
     def __init__(self, masks: CallMasks, extent: Extent) -> None:
         problem, halves = masks.problem, sorted({*masks.halves}, key=lambda half: half.code)
         self._masks, self._device, self._problem = masks, masks.device, problem
-        self._key = (*extent[:-1], problem.masks, masks.leading)
+        self._place = "cuda", masks.device
+        self._number = _number_of(*extent[:-1], problem.masks, masks.leading, problem.band)
         needed = ChainMap(*(half.tables(extent) for half in halves))
         sizes = [needed.get(name, 0) for name in TABLES]
         *places, self.nbytes = accumulate(map(align_up, sizes), initial=0)
@@ -213,9 +222,9 @@ class MaskTables:
         """
         if not self._masks.lasting:
             return None
-        cache, place = masks[0]._cache, ("cuda", self._device)
+        cache, place = masks[0]._cache, self._place
         cells = cache.get(place) or cache.setdefault(place, functools.lru_cache(_KEPT)(lambda *key: []))
-        cell = cells(*self._key, *band_fields(self._problem, shift).values(), *map(id, masks[1:]))
+        cell = cells(self._number, shift, *map(id, masks[1:]))
         if not cell:  # until its tables are made
             if capturing:
                 return None

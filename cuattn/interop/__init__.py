@@ -60,8 +60,9 @@ def signature(values):
 
     None stands for both when only :func:`to_backend` can tell.
     """
-    kind = _kind_of(next(iter(values)))
-    return kind and kind.signature(values)
+    for first in values:
+        kind = _kinds.get(type(first)) or _kind_of(first)
+        return kind and kind.signature(values)
 
 
 def to_backend(named):

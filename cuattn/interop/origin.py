@@ -104,10 +104,10 @@ class ArrayOrigin:
         """Return the caller's current stream of the device, which must be current, as a CuPy stream."""
         return sys.modules["cupy"].cuda.get_current_stream()
 
-    def on_device(self):
-        """Return a context manager in which the arrays' device is current for CuPy."""
-        cuda = sys.modules["cupy"].cuda
-        return _HERE if cuda.runtime.getDevice() == self.device else cuda.Device(self.device)
+    @property
+    def is_current(self):
+        """Whether the arrays' GPU is CuPy's current device."""
+        return sys.modules["cupy"].cuda.runtime.getDevice() == self.device
 
     def scope(self):
         """Return a context manager in which the arrays' device and the caller's stream are current for CuPy.
@@ -175,21 +175,21 @@ class CuPy(ArrayOrigin):
     @staticmethod
     def signature(values):
         """Return layouts and addresses of arrays, see :func:`cuattn.interop.signature`."""
-        ndarray = sys.modules["cupy"].ndarray
         layouts, addresses = [], []
-        for value in values:
-            if value is None:
-                layouts.append(None)
-                addresses.append(0)
-                continue
-            if not isinstance(value, ndarray):
-                return None
-            data = value.data
-            address = data.ptr
-            # Whether an array is contiguous takes a fifth of the time that its strides take.
-            strides = value._c_contiguous or value.strides
-            layouts += value.dtype, value.shape, strides, data.device_id, address & 15
-            addresses.append(address)
+        try:
+            for value in values:
+                if value is None:
+                    layouts.append(None)
+                    addresses.append(0)
+                    continue
+                data = value.data
+                address = data.ptr
+                # Whether an array is contiguous takes a fifth of the time that its strides take.
+                strides = value._c_contiguous or value.strides
+                layouts += value.dtype, value.shape, strides, data.device_id, address & 15
+                addresses.append(address)
+        except AttributeError:  # an array of another kind
+            return None
         return tuple(layouts), addresses
 
 

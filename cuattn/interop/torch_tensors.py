@@ -42,8 +42,8 @@ class Torch(ArrayOrigin):
                 return _device_view(torch, name, value, dtype), cls.at(value.get_device())
         except RuntimeError as error:
             raise UnsupportedError(
-                f"{name} has no memory that can be read ({error}); inside a transform of torch.func, wrap "
-                "cuattn.forward and cuattn.backward in a torch.autograd.Function"
+                f"{name} has no memory that can be read ({error}); inside a transform of torch.func call "
+                "cuattn.torch.attention"
             ) from error
         raise UnsupportedError(f"{name} is on device {str(value.device)!r}; expected a tensor on 'cpu' or 'cuda'")
 
@@ -153,8 +153,8 @@ def _refuse_differentiated(torch, name, value):
     else:
         return
     raise UnsupportedError(
-        f"{problem}, and cuattn takes no part in PyTorch's autograd, so its gradient would be lost; "
-        f"{detach}, or wrap cuattn.forward and cuattn.backward in a torch.autograd.Function"
+        f"{problem}, and this function takes no part in PyTorch's autograd, so its gradient would be lost; "
+        f"call cuattn.torch.attention, which does, or {detach}"
     )
 
 

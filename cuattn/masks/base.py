@@ -336,3 +336,25 @@ class Mask(Immutable, Drawable):
 
     def _restrict(self, rows: Runs, keys: Runs) -> "Mask":
         raise NotImplementedError(f"{type(self).__name__}._restrict")
+
+    def heads(self, start: int, stop: int) -> "Mask":
+        """Return the mask of some query heads, the last of the leading axes; itself if all heads share it.
+
+        Parameters
+        ----------
+        start, stop : int
+            From and to heads.
+
+        Examples
+        --------
+        >>> from cuattn.masks import ColumnMask, causal, full
+        >>> ColumnMask.stack([full(8), causal(8)]).heads(1, 2)
+        <ColumnMask (1,) x 8 queries x 8 keys on the host>
+        """
+        if self.leading[-1:] in ((), (1,)):
+            return self
+        with self._scope():
+            return self._heads(slice(start, stop))
+
+    def _heads(self, part: slice) -> "Mask":
+        raise NotImplementedError(f"{type(self).__name__}._heads")

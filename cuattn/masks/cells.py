@@ -80,6 +80,9 @@ class CellMask(Mask):
         block_n, part = _cut(part, keys, self.block_n, -1)
         return self._wrap(part, block_m, block_n, self.borrowed, (length_of(rows), length_of(keys)))
 
+    def _heads(self, part):
+        return self._wrap(self._array[..., part, :, :].copy(), *self._parameters)
+
     def joined(self, other):
         if not isinstance(other, CellMask) or self.block != other.block:
             return None

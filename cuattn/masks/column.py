@@ -273,3 +273,6 @@ class ColumnMask(IntervalMask):
 
     def _restrict(self, rows, keys):
         return self._of(length_of(rows), *kept_before(taken(self._array, indices(keys), -1), rows))
+
+    def _heads(self, part):
+        return self._wrap(self._array[..., part, :].copy(), *self._parameters)

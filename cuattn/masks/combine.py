@@ -123,6 +123,9 @@ class AllOf(Mask):
     def _restrict(self, rows, keys):
         return AllOf([part.bind(self.n_queries, self.n_keys).restrict(rows, keys) for part in self.parts])
 
+    def _heads(self, part):
+        return AllOf([mask.heads(part.start, part.stop) for mask in self.parts])
+
 
 def both(a: Any, b: Any) -> Mask:
     """Return what ``a & b`` is: a `ColumnMask` on the host where two intervals a column suffice, else an `AllOf`.

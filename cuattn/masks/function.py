@@ -137,6 +137,11 @@ class FunctionMask(Mask):
         i, j = self._i[indices(rows)], self._j[indices(keys)]
         return self._wrap(np.concatenate([i, j]), self._bound, len(i), *self._parameters[2:])
 
+    def _heads(self, part: slice) -> "FunctionMask":
+        b, h = self._first
+        leading = (*self.leading[:-1], part.stop - part.start)
+        return self._wrap(self._array, self._bound, self.n_queries, leading, (b, h + part.start))
+
     def joined(self, other: Mask) -> "FunctionMask | None":
         if not isinstance(other, FunctionMask) or not self._aligned(other):
             return None

@@ -3,12 +3,11 @@
 As :mod:`cuattn.reference.textbook`, the exact answer, or that of a chain of array operations in a low precision.
 """
 
-import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.reference.textbook import repeat_heads, sum_heads, sum_to
+from cuattn.reference.textbook import arithmetic, repeat_heads, sum_heads, sum_to
 
 
 class Derivatives(NamedTuple):
@@ -94,15 +93,8 @@ def differentiate(
     array([[1., 1.],
            [1., 1.]], dtype=float128)
     """
-    xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
-    most_exact = np.longdouble if xp is np and q.dtype == np.float64 else np.float64
-    work = np.dtype(most_exact) if low is None else np.result_type(low, np.float32)
-
-    def plain(x):
-        return x if low is None or low == work else x.astype(low).astype(work)
-
+    xp, work, plain = arithmetic(q, low)
     rounded, short = noise or (plain, plain)
-
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
     seen = xp.ones((), bool) if visible is None else visible
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}

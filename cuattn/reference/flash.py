@@ -76,11 +76,7 @@ def flash_forward(
     """
     hbm, n, d, rows, keys = problem = start(M, dtype, Q=q, K=k, V=v)  # Alg. 1 l. 1, 3; Alg. 2 l. 2, 4
     options = Options(problem, blocks, scale, mask, dropout_p, b)
-    if options.threshold:  # Alg. 2, 5 l. 1
-        if rng is None:
-            raise ArgumentError("rng is None: with dropout, expected a seed or a state")
-        options.state = random.resolve(rng)
-        hbm.allocate(2, "R", fill=options.state, dtype=np.uint64)
+    options.draw_state(rng)  # Alg. 2, 5 l. 1
     hbm.allocate((n, d), "O", fill=0, output=True)  # Alg. 1, 5 l. 2; Alg. 2 l. 3
     hbm.allocate(n, "l", fill=0)
     hbm.allocate(n, "m", fill=-np.inf)
@@ -131,9 +127,7 @@ def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, d
     hbm.place("l", fwd.l, shape=(n,))
     hbm.place("m", fwd.m, shape=(n,))
     options = Options(problem, blocks, scale, mask, dropout_p, b)
-    if options.threshold:  # Alg. 4 l. 1
-        hbm.place("R", random.recorded(fwd.rng_state), np.uint64)
-        options.state = random.RNGState(*hbm.load(..., "R").tolist())
+    options.load_state(fwd.rng_state)  # Alg. 4 l. 1
     hbm.allocate((n, d), "dQ", "dK", "dV", fill=0, output=True)  # Alg. 4 l. 5
     for j, columns, *tiles in backward_blocks(hbm, keys):  # Alg. 4 l. 6-8, 24
         for i, here in enumerate(rows):  # Alg. 4 l. 9
@@ -151,7 +145,7 @@ class Options:
     """What Algorithms 2, 4 and 5 add to attention: tau, MASK, dropout and, placed in HBM, the block mask.
 
     `mask` is None, a function of row and key indices that is evaluated on the chip, or an array in HBM.  `threshold` is
-    0 without dropout, whose `state` the algorithm sets.
+    0 without dropout, whose `state` is drawn, or loaded from where a forward left it.
     """
 
     def __init__(self, problem, blocks, scale, mask, dropout_p, b):
@@ -163,6 +157,20 @@ class Options:
             self.hbm.place("mask", mask, np.bool_, (n, n))
         if blocks is not None:
             self.hbm.place("blocks", blocks, np.bool_, (len(rows), len(keys)))
+
+    def draw_state(self, rng):
+        """With dropout, take the random state from a call's `rng`, and save it to HBM."""
+        if self.threshold:
+            if rng is None:
+                raise ArgumentError("rng is None: with dropout, expected a seed or a state")
+            self.state = random.resolve(rng)
+            self.hbm.allocate(2, "R", fill=self.state, dtype=np.uint64)
+
+    def load_state(self, saved):
+        """With dropout, load the random state that a forward saved."""
+        if self.threshold:
+            self.hbm.place("R", random.recorded(saved), np.uint64)
+            self.state = random.RNGState(*self.hbm.load(..., "R").tolist())
 
     def scores(self, Q_i, K_j, rows, keys):
         """Return MASK(tau Q_i K_j^T), -inf where row i may not see key j, and Z, what dropout multiplies P by."""

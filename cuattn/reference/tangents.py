@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn import rng as random
-from cuattn.errors import ArgumentError
 from cuattn.reference.flash import Options
 from cuattn.reference.steps import Counts, exp_minus, reciprocal, softmax_tile, start
 from cuattn.rng import RNGState
@@ -72,11 +70,7 @@ def flash_jvp(
     """
     hbm, n, d, rows, keys = problem = start(M, dtype, tangents=True, Q=q, K=k, V=v, tQ=tq, tK=tk, tV=tv)
     options = Options(problem, blocks, scale, mask, dropout_p, b)
-    if options.threshold:
-        if rng is None:
-            raise ArgumentError("rng is None: with dropout, expected a seed or a state")
-        options.state = random.resolve(rng)
-        hbm.allocate(2, "R", fill=options.state, dtype=np.uint64)
+    options.draw_state(rng)
     hbm.allocate((n, d), "O", "tO", fill=0, output=True)
     hbm.allocate(n, "l", "mu", fill=0)
     hbm.allocate(n, "m", fill=-np.inf)
@@ -152,9 +146,7 @@ def flash_backward_jvp(
     for name, array in (("l", jvp.l), ("m", jvp.m), ("mu", jvp.tlse)):
         hbm.place(name, array, shape=(n,))
     options = Options(problem, blocks, scale, mask, dropout_p, b)
-    if options.threshold:
-        hbm.place("R", random.recorded(jvp.rng_state), np.uint64)
-        options.state = random.RNGState(*hbm.load(..., "R").tolist())
+    options.load_state(jvp.rng_state)
     gradients = "dQ", "dK", "dV", "tdQ", "tdK", "tdV"
     hbm.allocate((n, d), *gradients, fill=0, output=True)
     tau = options.scale

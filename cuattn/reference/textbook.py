@@ -102,12 +102,7 @@ def solve(
     array([[1.  , 0.  ],
            [0.33, 0.67]])
     """
-    xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
-    most_exact = np.longdouble if xp is np and q.dtype == np.float64 else np.float64
-    work = np.dtype(most_exact) if low is None else np.result_type(low, np.float32)
-
-    def rounded(x):
-        return x if low is None or low == work else x.astype(low).astype(work)
+    xp, work, rounded = arithmetic(q, low)
 
     def factor(x):
         return x if operand is None else operand(x)
@@ -157,6 +152,18 @@ def solve(
         dk = rounded(sum_heads(scale * (ds_raw.swapaxes(-1, -2) @ q_rows), k.shape))
         dv = rounded(sum_heads(dropped.swapaxes(-1, -2) @ do, v.shape))
     return Solution(o, l, m, dq, dk, dv, dbias, s, p, dp, ds, slope)
+
+
+def arithmetic(q, low):
+    """Return q's array library, the dtype to compute in, and what rounds to `low`; None is exact, as for `solve`."""
+    xp = np if isinstance(q, np.ndarray) else sys.modules["cupy"]
+    most_exact = np.longdouble if xp is np and q.dtype == np.float64 else np.float64
+    work = np.dtype(most_exact) if low is None else np.result_type(low, np.float32)
+
+    def rounded(x):
+        return x if low is None or low == work else x.astype(low).astype(work)
+
+    return xp, work, rounded
 
 
 def sum_to(x, shape):

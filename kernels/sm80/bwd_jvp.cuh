@@ -108,6 +108,15 @@ __device__ __forceinline__ void load_stream(const TangentParams& p, const Head& 
     }
 }
 
+// The same, waited for; for kernels with one place for tiles, which the tile before has been in.
+__device__ __forceinline__ void fetch_stream(const TangentParams& p, const Head& h, i32 first, u32 to) {
+    __syncthreads();  // everybody is done with the tile before
+    load_stream(p, h, first, to);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // it has arrived
+}
+
 // The numbers of the row of a lane's element i in tile n of scores.
 struct RowNumbers {
     Acc own[2][kRowNumbers];

@@ -41,11 +41,7 @@ __device__ __forceinline__ void add_head(const TangentParams& p, Head& h, i32 fl
         TileWalk walk(p, h.place, place.key_end);
         for (Tile next = walk.next(); next.exists(); next = walk.next()) {
             const i32 first = next.n() * cfg::block_n;
-            __syncthreads();  // everybody is done with the key tile before
-            load_stream(p, h, first, stage);
-            ptx::cp_async_commit();
-            ptx::cp_async_wait<0>();
-            __syncthreads();  // it has arrived
+            fetch_stream(p, h, first, stage);
             Scores s = {}, t = {}, slope, bend;
             make_weights(p, h, own0, first, next.partial(), own, stage, numbers, s, t, slope, bend);
             make_ds(p, h, own0, first, own, stage, numbers, s, t);

@@ -64,11 +64,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void backward_
     TileWalk walk(p, h.place, p.key_tiles);
     for (Tile next = walk.next(); next.exists(); next = walk.next()) {
         const i32 first = next.n() * cfg::block_n;
-        __syncthreads();  // everybody is done with the key tile before
-        load_stream(p, h, first, stage);
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<0>();
-        __syncthreads();  // it has arrived
+        fetch_stream(p, h, first, stage);
         attend(p, h, own0, first, next.partial(), own, stage, numbers);
     }
 }

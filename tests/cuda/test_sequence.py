@@ -1,7 +1,10 @@
 """Launch sequences without a GPU: whatever a kernel is given lies in the call's own memory."""
 
+import contextlib
 import dataclasses
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from cuattn.cuda import compile as compiler
-from cuattn.cuda import families, sequence, source
+from cuattn.cuda import families, sequence, source, tables
 from cuattn.cuda.arguments import Array
 from cuattn.cuda.merge import merge_sequence
 from cuattn.cuda.params import MAX_PARTS, PARAMS
@@ -248,3 +251,35 @@ def test_gradients_are_summed_over_broadcast_axes_alone(q, k, v, strides, determ
     whole = np.broadcast_shapes(*(shape[:-2] for shape in shapes.values()))
     partial = {name for name, shape in shapes.items() if shape[:-2] != whole}
     assert len(sums) == len(partial - ({"dq"} if not deterministic else set()))  # else dq is added up in memory
+
+
+AT_THE_END = """
+import ctypes, keyword
+from types import SimpleNamespace as N
+from cuattn.cuda import tables
+tables.Ready = lambda stream: N(wait=lambda stream: None)
+for module in (keyword, tables):  # they live until all modules are cleared, this one first
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+keyword.kept = tables.Kept([], (), N(ptr=1), 0)
+keyword.kept.use(N(ptr=2))
+"""
+
+
+def test_tables_that_outlive_the_interpreters_modules_end_quietly():
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=True)
+    assert not done.stderr
+
+
+def test_memory_of_tables_goes_back_behind_the_work_of_all_that_read_them(monkeypatch):
+    events = []
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda number: contextlib.nullcontext()))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(tables, "Ready", lambda stream: SimpleNamespace(wait=lambda stream: None))
+    home = SimpleNamespace(ptr=1, wait_event=events.append)
+    kept = tables.Kept([], (), home, 0)
+    kept.use(home)
+    for number in (2, 3):
+        kept.use(SimpleNamespace(ptr=number, record=lambda number=number: number))
+    assert not events
+    del kept
+    assert events == [2, 3]

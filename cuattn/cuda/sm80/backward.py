@@ -237,13 +237,51 @@ def sum_array(problem: Problem, total: Sum) -> Array:
     return Array((*total["size"], total["inner"]), problem.stat_dtype)
 
 
-def add_sum(call: Call, name: str, total: Sum) -> None:
-    """Append the launch that adds a gradient up, from scratch memory with its name and "_acc", and rounds it."""
+def add_sum(call: Call, name: str, total: Sum, acc: np.dtype | None = None) -> None:
+    """Append the launch that adds a gradient up, from scratch memory with its name and "_acc", and rounds it.
+
+    `acc` is the dtype of that memory; by default that of all sums.
+    """
     out = call.arrays[name]
-    constants = {"grad": DTYPES[out.dtype].cuda, "acc": DTYPES[call.problem.stat_dtype].cuda}
+    if not out.size:
+        return
+    constants = {"grad": DTYPES[out.dtype].cuda, "acc": DTYPES[acc or call.problem.stat_dtype].cuda}
     grid = (min(cdiv(out.size, _THREADS), 16 * call.device.multiprocessors),)
     launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS
     call.sequence.add(*launched, SUM_PARAMS, {**total, "results": out.size}, {"in": f"{name}_acc", "out": name})
+
+
+class BiasTiles(NamedTuple):
+    """Tiles of a bias, each summed by a block over all heads that read it, or by several that share the heads."""
+
+    instances: int
+    count: int
+    splits: int
+
+    @classmethod
+    def of(cls, call: Call, block_m: int, block_n: int) -> "BiasTiles":
+        """Return those of a call's bias."""
+        *lead, rows, keys = call.operands["bias"].shape
+        instances = math.prod(lead)
+        count = max(instances * cdiv(rows, block_m) * cdiv(keys, block_n), 1)
+        members = call.problem.instances // max(instances, 1)
+        return cls(instances, count, max(1, min(members, cdiv(2 * call.device.multiprocessors, count))))
+
+    @property
+    def grid(self) -> tuple[int]:
+        """Blocks."""
+        return (self.count * self.splits,)
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Fields of ``Params``."""
+        return {"splits": self.splits, "bias_instances": self.instances}
+
+
+def summed_axes(call: Call) -> Constants:
+    """Return what kernels are told of the axes along which a bias was broadcast."""
+    *_, rows, keys = call.operands["bias"].shape
+    return {"sum_rows": rows == 1, "sum_keys": keys == 1}
 
 
 class BiasPass:
@@ -257,24 +295,18 @@ class BiasPass:
 
     def __init__(self, call: Call, cut: Cut) -> None:
         self._call, self._cut = call, cut
-        *lead, rows, keys = call.operands["bias"].shape
-        self._instances = math.prod(lead)
-        self._tiles = max(self._instances * cdiv(rows, cut.bias.block_m) * cdiv(keys, cut.bias.block_n), 1)
-        members = call.problem.instances // max(self._instances, 1)
-        self._splits = max(1, min(members, cdiv(2 * call.device.multiprocessors, self._tiles)))
-        self._sum = sum_of_parts(self._splits, call.operands["bias"].size)
-        self.scratch = {"dbias_acc": sum_array(call.problem, self._sum)} if self._splits > 1 else {}
+        self._tiles = BiasTiles.of(call, *cut.bias[:2])
+        self._sum = sum_of_parts(self._tiles.splits, call.operands["bias"].size)
+        self.scratch = {"dbias_acc": sum_array(call.problem, self._sum)} if self._tiles.splits > 1 else {}
 
     def add(self, constants: Constants) -> None:
         """Append the launches; `constants` are those of the portable kernels."""
-        call, tile = self._call, self._cut.bias
-        *_, rows, keys = call.operands["bias"].shape
-        own = {"split": self._splits > 1, "sum_rows": rows == 1, "sum_keys": keys == 1, "atomic_dq": False}
-        values = {**tile_counts(call.problem, tile), "splits": self._splits, "bias_instances": self._instances}
-        constants, grid = {**constants, **tile._asdict(), **own}, (self._tiles * self._splits,)
-        launched = "sm80/bwd_bias.cu", "backward_bias", constants, grid, tile.warps, values
+        call, tile, tiles = self._call, self._cut.bias, self._tiles
+        own = {**tile._asdict(), "split": tiles.splits > 1, **summed_axes(call), "atomic_dq": False}
+        values = {**tile_counts(call.problem, tile), **tiles.fields}
+        launched = "sm80/bwd_bias.cu", "backward_bias", {**constants, **own}, tiles.grid, tile.warps, values
         call.add(*launched, tile[:2], shared_bytes=self._cut.shared_bytes("bias"))
-        if self._splits > 1:
+        if tiles.splits > 1:
             add_sum(call, "dbias", self._sum)
 
 

@@ -10,10 +10,19 @@ import numpy as np
 from cuattn.cuda.arguments import Array, layout_fields, steps_of, tile_counts
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.learned import learned
-from cuattn.cuda.params import BATCH_AXES, MAX_WEIGHTS, SUM_PARAMS
-from cuattn.cuda.sm80.backward import Sum, broadcast_heads, sum_array, sum_over
+from cuattn.cuda.params import MAX_WEIGHTS
+from cuattn.cuda.sm80.backward import (
+    BiasTiles,
+    Sum,
+    add_sum,
+    broadcast_heads,
+    sum_array,
+    sum_of_parts,
+    sum_over,
+    summed_axes,
+)
 from cuattn.cuda.sm80.forward import unsupported_reason
-from cuattn.cuda.sm80.jvp import TangentCall, Tile, notes, too_wide
+from cuattn.cuda.sm80.jvp import Cut, TangentCall, Tile, notes, too_wide
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES
@@ -21,9 +30,9 @@ from cuattn.problem import DTYPES
 _NUMBERS = 5  # kRowNumbers: of each row (kernels/attn/tangents.cuh)
 _QUERIES, _KEYS, _VALUES, _BIAS = range(4)  # kernels/sm80/bwd_jvp.cuh: what a launch sums
 _OWNERS = {"q": _QUERIES, "k": _KEYS, "v": _VALUES}
+_BY_ROWS = {"owner": _BIAS, "stages": 1, "columns": 32}  # of kernels that sum neither dq nor dk nor dv
 _STREAMED = 32  # rows of a streamed tile at most: scores, their tangents, slopes and derivatives are in registers
 _WARPS = 4  # of a block that looks at rows
-_THREADS = 256
 _FLOAT64 = np.dtype(np.float64)
 
 
@@ -35,8 +44,8 @@ class BackwardJvp(TangentCall):
         widths = self.widths
         widths.head_dim, widths.head_dim_v = widths.whole(widths.head_dim), widths.whole(widths.head_dim_v)
 
-    def _tile(self, owner: int) -> tuple[Tile, int, int] | None:
-        """Return the tile of a launch, its shared memory, and the columns that a block sums."""
+    def _cut(self, owner: int) -> Any:
+        """Return how a launch is cut, a `Cut`; None if no tile is narrow enough."""
         widths, of_values = self.widths, owner == _VALUES
         d, dv = widths.head_dim, widths.head_dim_v
         rows = d * (1 + self.has("tq")) + dv * (1 + self.has("tdo"))
@@ -44,7 +53,7 @@ class BackwardJvp(TangentCall):
         columns = widths.chunk(dv if of_values else d)
         sides = (rows, keys) if owner in (_QUERIES, _BIAS) else (keys, rows + 2 * _NUMBERS)  # rows have numbers
         found = widths.tile(*sides, self.device.shared_bytes, _STREAMED)
-        return found and (*found, columns)
+        return found and Cut(*found, columns)
 
     def unsupported_reason(self) -> str | None:
         problem = self.problem
@@ -56,7 +65,7 @@ class BackwardJvp(TangentCall):
                 "deterministic is True and score_args has arrays of floats, whose gradients' tangents are added up in "
                 "no fixed order; expected deterministic=False"
             )
-        if against is None and None in map(self._tile, _OWNERS.values()):
+        if against is None and None in map(self._cut, _OWNERS.values()):
             return too_wide(problem)
         return against
 
@@ -72,7 +81,11 @@ class BackwardJvp(TangentCall):
         numbers = np.dtype(np.float32) if self.widths.size == 2 else _FLOAT64
         scratch["rows"] = Array((_NUMBERS, problem.instances, problem.n_queries), numbers)
         if "bias" in operands:
-            self._bias_splits(scratch)
+            constants = self._cut(_BIAS).constants()
+            self._bias = BiasTiles.of(self, constants["block_m"], constants["block_n"])
+            for kind in self._kinds:
+                total = sum_of_parts(self._bias.splits, operands["bias"].size)
+                self._sums[f"{kind}bias"], scratch[f"{kind}bias_acc"] = total, sum_array(problem, total)
         for slot in problem.learned:
             scratch |= {f"{kind}score{slot}_acc": Array((self._size(slot),), _FLOAT64) for kind in self._kinds}
         self.begin(scratch, arithmetic=self.arithmetic)
@@ -80,16 +93,16 @@ class BackwardJvp(TangentCall):
         constants = self.base_constants() | {"primal": "d" in self._kinds, **summed}
         if problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:  # else all is 0
             self._add_all(constants)
-        tile, shared, columns = self._tile(_QUERIES) or (Tile(1, 16, 1), 0, 0)
-        block, own = (16 * tile.warps, tile.streamed), tile._asdict() | {"columns": columns}
-        return self.planned("sm80/bwd_jvp.cu", block, tile.warps, shared, constants | own, *notes(problem))
+        cut = self._cut(_QUERIES) or Cut(Tile(1, 16, 1), 0, 0)
+        own = cut.constants()
+        block, warps = (own["block_m"], own["block_n"]), cut.tile.warps
+        return self.planned("sm80/bwd_jvp.cu", block, warps, cut.shared_bytes, constants | own, *notes(problem))
 
     def _add_all(self, constants: Constants) -> None:
         self._add_rows(constants)
         for name, owner in _OWNERS.items():
             self._add(name, owner, constants)
-            for kind in self._kinds:
-                self._add_sum(f"{kind}{name}")
+            self._add_sums(name)
         if "bias" in self.operands:
             self._add_bias(constants)
         if self.problem.learned:
@@ -112,15 +125,9 @@ class BackwardJvp(TangentCall):
 
     def _add(self, name: str, owner: int, constants: Constants) -> None:
         """Append the launch that sums one gradient."""
-        found = self._tile(owner)
-        assert found is not None
-        tile, shared, columns = found
-        owned, problem = 16 * tile.warps, self.problem
-        block = (owned, tile.streamed) if owner == _QUERIES else (tile.streamed, owned)
-        constants = constants | {
-            "owner": owner, "block_m": block[0], "block_n": block[1], "warps": tile.warps, "stages": tile.stages,
-            "columns": columns,
-        }  # fmt: skip
+        problem, cut = self.problem, self._cut(owner)
+        constants = constants | {"owner": owner} | cut.constants(keys_own=owner != _QUERIES)
+        block = constants["block_m"], constants["block_n"]
         counts = tile_counts(problem, block)
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows"})
         slots = {}
@@ -143,45 +150,22 @@ class BackwardJvp(TangentCall):
         if owner != _QUERIES:
             tiles, instances = counts["key_tiles"], instances // problem.group
         width = problem.head_dim_v if owner == _VALUES else problem.head_dim
-        grid = tiles * instances, cdiv(width, columns)
-        launched = "sm80/bwd_jvp.cu", "backward_jvp", constants, grid, tile.warps, counts | fields, block
-        self.add(*launched, own=own, shared_bytes=shared)
-
-    def _bias_splits(self, scratch: dict[str, Array]) -> None:
-        """Decide in how many parts the heads that share a bias are summed, and note the parts among scratch memory."""
-        problem, bias = self.problem, self.operands["bias"]
-        found = self._tile(_BIAS)
-        assert found is not None
-        owned, streamed = 16 * found[0].warps, found[0].streamed
-        *lead, rows, keys = bias.shape
-        self._instances = math.prod(lead)
-        self._tiles = self._instances * cdiv(rows, owned) * cdiv(keys, streamed)
-        members = problem.instances // max(self._instances, 1)
-        splits = max(1, min(members, cdiv(2 * self.device.multiprocessors, max(self._tiles, 1))))
-        keep, size = (False, *[True] * BATCH_AXES), (splits, *[1] * BATCH_AXES)
-        for kind in self._kinds:
-            self._sums[f"{kind}bias"] = {"keep": keep, "size": size, "inner": bias.size}
-            scratch[f"{kind}bias_acc"] = sum_array(problem, self._sums[f"{kind}bias"])
+        grid = tiles * instances, cdiv(width, cut.columns)
+        launched = "sm80/bwd_jvp.cu", "backward_jvp", constants, grid, cut.tile.warps, counts | fields, block
+        self.add(*launched, own=own, shared_bytes=cut.shared_bytes)
 
     def _add_bias(self, constants: Constants) -> None:
         """Append the launches that make the gradient of the bias and its tangent."""
-        found = self._tile(_BIAS)
-        assert found is not None
-        tile, shared, _ = found
-        block, (*_, rows, keys) = (16 * tile.warps, tile.streamed), self.operands["bias"].shape
-        splits = self._sums["tdbias"]["size"][0]
-        constants = constants | {
-            "owner": _BIAS, "block_m": block[0], "block_n": block[1], "warps": tile.warps, "stages": 1, "columns": 32,
-            "sum_rows": rows == 1, "sum_keys": keys == 1,
-        }  # fmt: skip
-        values = {**tile_counts(self.problem, block), "splits": splits, "bias_instances": self._instances}
+        cut, tiles = self._cut(_BIAS), self._bias
+        constants = constants | cut.constants() | _BY_ROWS | summed_axes(self)
+        block = constants["block_m"], constants["block_n"]
+        values = {**tile_counts(self.problem, block), **tiles.fields}
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", "tdbias_acc": "tdbias_acc"})
         if "dbias" not in self.arrays:  # the tangent's layout tells which heads share a bias
             fields |= layout_fields("dbias", steps_of(self.arrays["tdbias"]), self.axes, len(self.problem.batch))
-        launched = "sm80/bwd_jvp_bias.cu", "backward_jvp_bias", constants, (self._tiles * splits,), tile.warps
-        self.add(*launched, values | fields, block, own=own, shared_bytes=max(shared, 8 * block[0] * block[1]))
-        for kind in self._kinds:
-            self._add_sum(f"{kind}bias")
+        launched = "sm80/bwd_jvp_bias.cu", "backward_jvp_bias", constants, tiles.grid, cut.tile.warps, values | fields
+        self.add(*launched, block, own=own, shared_bytes=max(cut.shared_bytes, 8 * block[0] * block[1]))
+        self._add_sums("bias")
 
     def _size(self, slot: int) -> int:
         """Return the elements of a score function's array."""
@@ -200,41 +184,21 @@ class BackwardJvp(TangentCall):
 
     def _add_scores(self, constants: Constants) -> None:
         """Append the launches that make the gradients of a score function's arrays and their tangents."""
-        problem, found = self.problem, self._tile(_BIAS)
-        assert found is not None
-        tile, shared, _ = found
-        block, count = (16 * tile.warps, tile.streamed), len(learned(problem))
-        constants = constants | {
-            "owner": _BIAS, "block_m": block[0], "block_n": block[1], "warps": tile.warps, "stages": 1, "columns": 32,
-            "weights": count,
-        }  # fmt: skip
+        problem, cut, count = self.problem, self._cut(_BIAS), len(learned(self.problem))
+        constants = constants | cut.constants() | _BY_ROWS | {"weights": count}
+        block = constants["block_m"], constants["block_n"]
         counts = tile_counts(problem, block)
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", **self._elements()})
         grid = (counts["row_tiles"] * problem.instances,)
         if count:
-            launched = (
-                "sm80/bwd_jvp_score.cu",
-                "backward_jvp_score",
-                constants,
-                grid,
-                tile.warps,
-                counts | fields,
-                block,
-            )
-            self.add(*launched, own=own, shared_bytes=shared)
+            launched = "sm80/bwd_jvp_score.cu", "backward_jvp_score", constants, grid, cut.tile.warps, counts | fields
+            self.add(*launched, block, own=own, shared_bytes=cut.shared_bytes)
         for slot in problem.learned:
-            keep, sizes = (False,) * (1 + BATCH_AXES), (1,) * (1 + BATCH_AXES)
             for kind in self._kinds:
-                self._sums[f"{kind}score{slot}"] = {"keep": keep, "size": sizes, "inner": self._size(slot)}
-                self._add_sum(f"{kind}score{slot}", "double")
+                add_sum(self, f"{kind}score{slot}", sum_of_parts(1, self._size(slot)), _FLOAT64)
 
-    def _add_sum(self, name: str, acc: str = "") -> None:
-        """Append the launch that adds a gradient up over the axes along which its operand was broadcast."""
-        if name not in self._sums or not self.arrays[name].size:
-            return
-        out = self.arrays[name]
-        constants = {"grad": DTYPES[out.dtype].cuda, "acc": acc or DTYPES[self.problem.stat_dtype].cuda}
-        grid = (min(cdiv(out.size, _THREADS), 16 * self.device.multiprocessors),)
-        values = {**self._sums[name], "results": out.size}
-        launched = "util/bwd_sum.cu", "backward_sum", constants, grid, _THREADS, SUM_PARAMS, values
-        self.sequence.add(*launched, {"in": f"{name}_acc", "out": name})
+    def _add_sums(self, name: str) -> None:
+        """Append the launches that add gradients up over the axes along which their operand was broadcast."""
+        for kind in self._kinds:
+            if f"{kind}{name}" in self._sums:
+                add_sum(self, f"{kind}{name}", self._sums[f"{kind}{name}"])

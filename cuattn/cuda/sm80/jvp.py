@@ -31,6 +31,21 @@ class Tile(NamedTuple):
     stages: int
 
 
+class Cut(NamedTuple):
+    """The tile of a launch, its shared memory, and the columns that a block sums."""
+
+    tile: Tile
+    shared_bytes: int
+    columns: int
+
+    def constants(self, keys_own: bool = False) -> Constants:
+        """Return what a kernel is told of it."""
+        warps, streamed, stages = self.tile
+        sides = (streamed, 16 * warps) if keys_own else (16 * warps, streamed)
+        block = dict(zip(("block_m", "block_n"), sides, strict=True))
+        return {**block, "warps": warps, "stages": stages, "columns": self.columns}
+
+
 _TILES = {
     2: (Tile(4, 64, 2), Tile(4, 32, 2), Tile(4, 32, 1), Tile(2, 32, 1), Tile(2, 16, 1), Tile(1, 16, 1)),
     8: (Tile(4, 16, 2), Tile(4, 16, 1), Tile(2, 16, 1), Tile(1, 16, 1)),
@@ -129,38 +144,34 @@ class TangentCall(Call):
 class Jvp(TangentCall):
     """One launch."""
 
-    def _tile(self) -> tuple[Tile, int, int] | None:
+    def _cut(self) -> Cut | None:
         widths = self.widths
         columns = widths.chunk(widths.head_dim_v)
         of_stream = widths.head_dim * (1 + self.has("tk")) + columns * (1 + self.has("tv"))
         of_owner, most = widths.head_dim * (1 + self.has("tq")), 64 if columns <= 64 else 32
         found = widths.tile(of_owner, of_stream, self.device.shared_bytes, most)
-        return found and (*found, columns)
+        return found and Cut(*found, columns)
 
     def unsupported_reason(self) -> str | None:
         against = unsupported_reason(self.problem)
-        return against or (too_wide(self.problem) if self._tile() is None else None)
+        return against or (too_wide(self.problem) if self._cut() is None else None)
 
     def prepare(self) -> Plan:
-        problem = self.problem
-        found = self._tile()
-        assert found is not None
-        tile, shared, columns = found
+        problem, cut = self.problem, self._cut()
+        assert cut is not None
         self.begin({}, arithmetic=self.arithmetic)
-        block = 16 * tile.warps, tile.streamed
-        constants = self.base_constants() | {
-            "block_m": block[0], "block_n": block[1], "warps": tile.warps, "stages": tile.stages, "columns": columns,
-        }  # fmt: skip
+        constants = self.base_constants() | cut.constants()
+        block = constants["block_m"], constants["block_n"]
         counts = tile_counts(problem, block)
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "to", "tlse"))
         if not self.operands["v"].size:  # it has no address, and copies of nothing must name one
             self.slots["v.data"] = "k"
             own.slots.update({"tv.data": "k"} if self.has("tv") else {})
-        grid = counts["row_tiles"] * problem.instances, cdiv(max(problem.head_dim_v, 1), columns)
+        grid = counts["row_tiles"] * problem.instances, cdiv(max(problem.head_dim_v, 1), cut.columns)
         if grid[0]:
-            launched = "sm80/jvp.cu", "attention_jvp", constants, grid, tile.warps, counts | fields, block
-            self.add(*launched, own=own, shared_bytes=shared)
-        return self.planned("sm80/jvp.cu", block, tile.warps, shared, constants, *notes(problem))
+            launched = "sm80/jvp.cu", "attention_jvp", constants, grid, cut.tile.warps, counts | fields, block
+            self.add(*launched, own=own, shared_bytes=cut.shared_bytes)
+        return self.planned("sm80/jvp.cu", block, cut.tile.warps, cut.shared_bytes, constants, *notes(problem))
 
 
 def too_wide(problem: Problem) -> str:

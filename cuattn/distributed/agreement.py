@@ -1,0 +1,125 @@
+"""What ranks agree on before data moves: that all of them call the same, and that none has refused its arguments."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cuattn.distributed.comm import Comm, DistributedError
+from cuattn.errors import CuattnError, shown
+from cuattn.masks.base import Mask
+
+T = TypeVar("T")
+
+
+def agreed(comm: Comm, check: Callable[[], T]) -> T:
+    """Return what a check returns; if it fails on any rank all raise.
+
+    If it fails on all of them with errors of one class, each raises its own, else a `DistributedError`.
+    """
+    found, error = _tried(check)
+    _raise_all(comm, comm.allgather(_told(error)), error)
+    return found  # type: ignore[return-value]
+
+
+def same(comm: Comm, state: Callable[[], tuple[Mapping[str, Any], T]]) -> list[T]:
+    """Return what every rank brings, by rank, after a check that they call the same.
+
+    Parameters
+    ----------
+    comm : Comm
+    state : callable
+        Returns what has to be equal everywhere, by name, and what this rank brings.
+
+    Raises
+    ------
+    DistributedError
+        Something differs; it has each rank's value.
+    """
+    found, error = _tried(state)
+    facts, brought = found or ({}, None)
+    texts = {name: described(value) for name, value in facts.items()}
+    digest = hashlib.blake2b(repr(sorted(texts.items())).encode()).digest()
+    everywhere = comm.allgather((_told(error), digest, brought))
+    _raise_all(comm, [told for told, _, _ in everywhere], error)
+    if len({digest for _, digest, _ in everywhere}) > 1:
+        given = comm.allgather(texts)
+        name = next(name for name in given[0] if len({texts.get(name) for texts in given}) > 1)
+        values = {rank: texts.get(name, "-") for rank, texts in enumerate(given)}
+        raise DistributedError(f"{name} differs between ranks; expected one value", values)
+    return [brought for _, _, brought in everywhere]
+
+
+def _tried(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:  # whatever it is, the other ranks must learn of it
+        return None, error
+
+
+def _told(error: Exception | None) -> tuple[str, str] | None:
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def _raise_all(comm: Comm, told: list[tuple[str, str] | None], error: Exception | None) -> None:
+    failed = {rank: f"{one[0]}: {one[1]}" for rank, one in enumerate(told) if one is not None}
+    if not failed:
+        return
+    if error is not None and len(failed) == comm.size and len({one[0] for one in told if one}) == 1:
+        raise error
+    message = "the arguments were refused" if isinstance(error, CuattnError) else "the call failed"
+    raise DistributedError(f"{message} on {len(failed)} of {comm.size} ranks", failed) from error
+
+
+def described(value: Any) -> str:
+    """Return a text that is the same on all ranks for what means the same: of arrays on a GPU no more than the shape.
+
+    >>> described(0.5), described((None, 3))
+    ('0.5', '(None, 3)')
+    """
+    if isinstance(value, Mask):
+        return _of_mask(value)
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(described, value))})"
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        given = described((*cells, *(value.__defaults__ or ())))
+        return f"{value.__qualname__} {_hash(*_of_code(value.__code__), given.encode())}"
+    if isinstance(value, type):
+        return value.__name__
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        content = _hash(value.tobytes()) if isinstance(value, np.ndarray) else ""
+        return f"{value.dtype} {tuple(value.shape)} {content}".rstrip()
+    return type(value).__name__ if callable(value) else shown(value, 200)
+
+
+def _of_code(code: CodeType) -> list[bytes]:
+    found = [code.co_code, repr(code.co_names).encode()]
+    for constant in code.co_consts:
+        text = repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode()
+        found += _of_code(constant) if isinstance(constant, CodeType) else [text]
+    return found
+
+
+@lru_cache(maxsize=64)
+def _of_mask(mask: Mask) -> str:
+    if len(mask.parts) > 1:
+        return " & ".join(map(_of_mask, mask.parts))
+    content = [described(x).encode() for x in mask._parameters if isinstance(x, int | tuple)]
+    if mask.kind == "function":
+        bound = mask._parameters[0]
+        content += [repr(bound.root).encode(), *(described(x).encode() for x in (*bound.arrays, *bound.numbers))]
+    content.append(described(mask._array).encode())
+    return f"{mask!r} {_hash(*content)}"
+
+
+def _hash(*content: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in content:
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,310 @@
+"""The calls over ranks: attention, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from cuattn import api
+from cuattn.api import unpacked
+from cuattn.distributed.arrays import gathered
+from cuattn.distributed.comm import Comm, DistributedError
+from cuattn.distributed.heads import Heads
+from cuattn.distributed.layout import Layout
+from cuattn.distributed.model import DistributedPlan
+from cuattn.distributed.request import Request
+from cuattn.distributed.walk import BackwardWalk, ForwardWalk, Team, Walk, stages
+from cuattn.distributed.work import work_of
+from cuattn.errors import ArgumentError, ShapeError, shown
+from cuattn.problem import BACKWARD, FORWARD
+from cuattn.results import Forward, Gradients
+
+Placing = dict[str, Any]
+W = TypeVar("W", bound=Walk)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    comm: Comm,
+    layout: Layout | None = None,
+    key_layout: Layout | None = None,
+    algorithm: str | None = None,
+    **options: Any,
+) -> Any:
+    """Compute exact attention over ranks: :func:`cuattn.attention` of the whole problem, of which each holds a part.
+
+    Parameters
+    ----------
+    q : array, (..., Hq, rows, d) or (rows, d)
+        This rank's rows of the queries, in ascending order.
+    k, v : array, (..., Hkv, keys, d | dv) or (keys, d | dv)
+        This rank's keys and values.
+    comm : Comm
+        The ranks; all of them call this.
+    layout : Layout, optional
+        Which rows each rank holds; by default neighbours, as many as it brings.
+    key_layout : Layout, optional
+        Which keys each rank holds; by default `layout`, if the lengths are its, else as above.
+    algorithm : {None, "ring", "needed", "gather", "combine", "heads", "2d"}, optional
+        How ranks share the work; by default :func:`plan` chooses.
+    **options : object
+        As for :func:`cuattn.attention`.  Mask, causality, window, score and mask functions are of the whole problem, by
+        global indices, and equal on all ranks; so are score_args.  A bias has this rank's rows and all keys.
+
+    Returns
+    -------
+    o : array
+        This rank's rows.
+
+    Raises
+    ------
+    DistributedError
+        Ranks do not agree, or one fails or does not answer.
+    CuattnError
+        As in :func:`cuattn.attention`, on all ranks.
+
+    Examples
+    --------
+    >>> import numpy as np, cuattn
+    >>> from cuattn.distributed import Layout, attention, spawn
+    >>> x = np.random.default_rng(0).standard_normal((2, 64, 8), np.float32)
+    >>> layout = Layout.zigzag(64, 2)
+    >>> def work(comm):
+    ...     mine = layout.shard(x, comm.rank)
+    ...     return layout.unshard(attention(mine, mine, mine, comm=comm, layout=layout, is_causal=True), comm)
+    >>> bool(np.allclose(spawn(work, ranks=2)[0], cuattn.attention(x, x, x, is_causal=True), atol=1e-6))
+    True
+    """
+    placing = {"layout": layout, "key_layout": key_layout, "algorithm": algorithm}
+    return _forward("attention", (q, k, v), comm, placing, options)[0]
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    comm: Comm,
+    layout: Layout | None = None,
+    key_layout: Layout | None = None,
+    algorithm: str | None = None,
+    **options: Any,
+) -> Forward:
+    """Compute exact attention over ranks and keep what the backward needs, as :func:`cuattn.forward`.
+
+    Parameters
+    ----------
+    q, k, v : array
+        This rank's, as for :func:`attention`.
+    comm : Comm
+    layout, key_layout, algorithm : optional
+        As for :func:`attention`.
+    **options : object
+        As for :func:`cuattn.forward`; see :func:`attention`.
+
+    Returns
+    -------
+    Forward
+        This rank's rows of o, l and m, and the state that dropout used, which is the same on all ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn.distributed import forward, spawn
+    >>> def work(comm):
+    ...     x = np.ones((2, 8 * comm.rank + 8, 4), np.float32)  # lengths may differ
+    ...     return forward(x, x, x, comm=comm).l.shape
+    >>> spawn(work, ranks=2)
+    [(2, 8), (2, 16)]
+    """
+    placing = {"layout": layout, "key_layout": key_layout, "algorithm": algorithm}
+    return Forward(*_forward("forward", (q, k, v), comm, placing, options))
+
+
+def backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    fwd: Any,
+    /,
+    *,
+    comm: Comm,
+    layout: Layout | None = None,
+    key_layout: Layout | None = None,
+    algorithm: str | None = None,
+    **options: Any,
+) -> Gradients:
+    """Compute the gradients of attention over ranks, as :func:`cuattn.backward`.
+
+    Parameters
+    ----------
+    do, q, k, v : array
+        This rank's, as for :func:`attention`.
+    fwd : Forward
+        Of this rank, from :func:`forward`.
+    comm : Comm
+    layout, key_layout, algorithm : optional
+        As for :func:`attention`; "combine" lets rows travel in place of keys.
+    **options : object
+        As for :func:`cuattn.backward`; see :func:`attention`.
+
+    Returns
+    -------
+    Gradients
+        This rank's rows of dq, its keys of dk and dv, its rows of dbias.  Of a bias without rows, and of score_args,
+        the gradients are summed over ranks and equal on all.
+
+    Notes
+    -----
+    Partial gradients are float32 (float64) and added in an order that layouts and mask decide; with ``deterministic``
+    the same call gives the same bits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn.distributed import backward, forward, spawn
+    >>> def work(comm):
+    ...     x = np.ones((2, 8, 4), np.float32)
+    ...     fwd = forward(x, x, x, comm=comm)
+    ...     return backward(np.ones_like(fwd.o), x, x, x, fwd, comm=comm).dv[0, :3, 0].round(6).tolist()
+    >>> spawn(work, ranks=2)
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    placing = {"layout": layout, "key_layout": key_layout, "algorithm": algorithm}
+    if comm.size == 1:
+        _check_alone(placing, q, k)
+        return api.backward(do, q, k, v, fwd, **options)
+    o, l, m, state = unpacked("fwd", fwd)[:4]
+    operands = {"q": q, "k": k, "v": v, "do": do, "o": o, "l": l, "m": m}
+    wanted = BACKWARD.results[: 3 + (options.get("bias") is not None)]
+    request = Request(BACKWARD, operands, state, comm, placing, options, wanted)
+    with request.home.scope():
+        found = request.delivered(_gradients(request))
+    own = [found.get(name) for name in BACKWARD.results]
+    args = range(len(options.get("score_args", ())))
+    return Gradients(*own, dscore=tuple(found.get(f"dscore{index}") for index in args))
+
+
+def plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    /,
+    *,
+    comm: Comm,
+    layout: Layout | None = None,
+    key_layout: Layout | None = None,
+    algorithm: str | None = None,
+    direction: str = "forward",
+    **options: Any,
+) -> DistributedPlan:
+    """Tell how a call over ranks would run: algorithm, bytes, steps, balance, overlap, and why.  Computes nothing.
+
+    Parameters
+    ----------
+    q, k, v : array
+        This rank's, as for :func:`attention`.
+    comm : Comm
+        The ranks; all of them call this.
+    layout, key_layout, algorithm : optional
+        As for :func:`attention`.
+    direction : {"forward", "backward"}
+        Which call to plan.
+    **options : object
+        As for :func:`cuattn.forward`, or :func:`cuattn.backward`.
+
+    Returns
+    -------
+    DistributedPlan
+        Prints as a readable table; its `local` is the plan of this rank's own rows and keys.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn.distributed import plan, spawn
+    >>> x = np.ones((2, 1024, 4), np.float32)
+    >>> def work(comm):
+    ...     return plan(x, x, x, comm=comm, window=(16, 0), algorithm="needed").bytes  # 16 keys and values
+    >>> spawn(work, ranks=2)
+    [1024, 1024]
+    """
+    if direction not in ("forward", "backward"):
+        raise ArgumentError(f"direction is {shown(direction)}; expected 'forward' or 'backward'")
+    placing = {"layout": layout, "key_layout": key_layout, "algorithm": algorithm}
+    operands, operation = (
+        {"q": q, "k": k, "v": v},
+        replace(BACKWARD if direction == "backward" else FORWARD, operands=()),
+    )
+    if operation.replays and options.get("dropout_p"):
+        options = {**options, "dropout_p": 0.0}  # which no state is given for
+    return Request(operation, operands, None, comm, placing, options, operation.results[:3]).plan()
+
+
+def _forward(name: str, qkv: tuple[Any, ...], comm: Comm, placing: Placing, options: dict[str, Any]) -> list[Any]:
+    """Return the results of a forward or an attention."""
+    if comm.size == 1:
+        _check_alone(placing, *qkv[:2])
+        found = getattr(api, name)(*qkv, **options)
+        return [found] if name == "attention" else list(found)
+    wanted = FORWARD.results[: 1 if name == "attention" else 3]
+    options = {"out_dtype": None, **options, "out": options.get("out")}
+    request = Request(FORWARD, dict(zip("qkv", qkv, strict=True)), None, comm, placing, options, wanted)
+    with request.home.scope():
+        walk, heads = _walk(request, ForwardWalk)
+        found = request.delivered(heads.collect(dict(zip("olm", walk.result[:3], strict=True)), {}))
+    return [*found.values(), request.state]
+
+
+def _check_alone(placing: Placing, q: Any, k: Any) -> None:
+    """Check the layouts of a single rank."""
+    for name, array in (("layout", q), ("key_layout", k)):
+        layout = placing[name]
+        if layout is not None and (layout.size, layout.n) != (1, array.shape[-2]):
+            raise ShapeError(f"{name} has lengths {layout.lengths}; expected {array.shape[-2]}, on the only rank")
+
+
+def _walk(request: Request, kind: type[W]) -> tuple[W, Heads]:
+    """Compute; return the walk, of this rank's heads where these were exchanged, and their way back."""
+    comm, algorithm, visible = request.comm, request.algorithm, request.whole.visible
+    heads = Heads(comm, request.costs[algorithm][1], {"row": request.rows, "key": request.keys})
+    work = work_of(heads.layouts["row"], heads.layouts["key"], visible)
+    axis = "row" if algorithm == "combine" else "key"
+    # Partial results of a forward are merged by whole shards.
+    trimmed = algorithm != "ring" and not (axis == "row" and kind is ForwardWalk)
+    team = Team(comm, heads.ranks, heads.index, work, axis, trimmed)
+    try:
+        walk = kind(team, heads.whole(request.whole), heads.spread(request.arrays), request.sums)
+        walk.run(stages(algorithm, team.index, work.size))
+    except DistributedError:
+        raise
+    except BaseException:  # the others wait for this rank
+        comm.abort()
+        raise
+    return walk, heads
+
+
+def _gradients(request: Request) -> dict[str, Any]:
+    """Return the results of a backward, those that are no rank's own summed over ranks."""
+    walk, heads = _walk(request, BackwardWalk)
+    operands = {name: request.arrays[name] for name in ("q", "k", "v", "bias", "key_bias") if name in request.arrays}
+    operands |= {f"score{index}": array for index, array in request.learned.items()}
+    local = {name: walk.arrays.get(name, array) for name, array in operands.items()}
+    totals = {
+        n: walk.totals.get(n) if n in walk.totals else walk.xp.zeros(x.shape, walk.sums) for n, x in local.items()
+    }
+    shared = {name: totals.pop(name) for name in operands if name == "key_bias" or name.startswith("score")}
+    found = {f"d{name}": total for name, total in heads.collect(totals, operands).items()}
+    for name, total in shared.items():
+        part = total
+        if total.shape != operands[name].shape:  # of this rank's heads
+            part = walk.xp.zeros(operands[name].shape, total.dtype)
+            part[heads.place(part)] = total
+        every = gathered(request.comm, part, [part.shape] * request.comm.size)
+        found["dbias" if name == "key_bias" else f"d{name}"] = sum(every[1:], every[0])
+    return found

@@ -1,0 +1,118 @@
+"""Parts of arrays: runs along an axis, taken, sent and put together; and the way back to the caller's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cuattn import interop
+from cuattn.distributed.comm import Comm
+from cuattn.masks.device import namespace
+from cuattn.masks.runs import Runs, length_of
+
+
+def merged(runs: Iterable[Sequence[int]]) -> Runs:
+    """Return runs in ascending order, without empty ones, those that touch as one.
+
+    >>> merged([(4, 8), (2, 4), (3, 3)])
+    ((2, 8),)
+    """
+    found: list[list[int]] = []
+    for start, stop in sorted(run for run in runs if run[0] < run[1]):
+        if found and found[-1][1] == start:
+            found[-1][1] = stop
+        else:
+            found.append([start, stop])
+    return tuple((start, stop) for start, stop in found)
+
+
+def common(these: Runs, those: Runs) -> Runs:
+    """Return what runs have in common.
+
+    >>> common(((0, 4), (6, 9)), ((2, 8),))
+    ((2, 4), (6, 8))
+    """
+    found, i, j = [], 0, 0
+    while i < len(these) and j < len(those):
+        found.append((max(these[i][0], those[j][0]), min(these[i][1], those[j][1])))
+        if these[i][1] <= those[j][1]:
+            i += 1
+        else:
+            j += 1
+    return merged(found)
+
+
+def local(whole: Runs, part: Runs) -> list[slice]:
+    """Return where runs that are part of others lie in an array that holds these."""
+    found, at, index = [], 0, 0
+    for start, stop in part:
+        while stop > whole[index][1]:
+            at += whole[index][1] - whole[index][0]
+            index += 1
+        found.append(slice(at + start - whole[index][0], at + stop - whole[index][0]))
+    return found
+
+
+def taken(array: Any, whole: Runs, part: Runs, axis: int) -> Any:
+    """Return the runs `part` of an array that holds those of `whole`, C-contiguous; the array itself if it is that."""
+    if part == whole:
+        return contiguous(array)
+    places = local(whole, part)
+    index = [slice(None)] * array.ndim
+    pieces = []
+    for place in places or [slice(0, 0)]:
+        index[axis] = place
+        pieces.append(array[tuple(index)])
+    return contiguous(pieces[0]) if len(pieces) == 1 else namespace(array).concatenate(pieces, axis)
+
+
+def joined(parts: Sequence[Any], runs: Sequence[Runs], axis: int) -> Any:
+    """Return one array, in ascending order, of arrays that hold disjoint runs."""
+    filled = [(part, mine) for part, mine in zip(parts, runs, strict=True) if mine] or [(parts[0], ())]
+    if len(filled) == 1:
+        return filled[0][0]
+    whole = merged(run for _, mine in filled for run in mine)
+    shape = list(parts[0].shape)
+    shape[axis] = length_of(whole)
+    out = namespace(parts[0]).empty(shape, parts[0].dtype)
+    index = [slice(None)] * out.ndim
+    for part, mine in filled:
+        for source, target in zip(local(mine, mine), local(whole, mine), strict=True):
+            index[axis] = source
+            piece = part[tuple(index)]
+            index[axis] = target
+            out[tuple(index)] = piece
+    return out
+
+
+def contiguous(array: Any) -> Any:
+    """Return the array itself if its elements follow each other in memory, else a copy."""
+    return array if array.flags.c_contiguous else array.copy(order="C")
+
+
+def gathered(comm: Comm, mine: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Return the arrays of all ranks, by rank, given their shapes."""
+    mine = contiguous(mine)
+    peers = [peer for peer in range(comm.size) if peer != comm.rank]
+    parts = [
+        mine if peer == comm.rank else namespace(mine).empty(shapes[peer], mine.dtype) for peer in range(comm.size)
+    ]
+    comm.exchange(
+        [(peer, mine) for peer in peers if mine.size], [(peer, parts[peer]) for peer in peers if parts[peer].size]
+    )
+    return parts
+
+
+def given_back(origin: interop.ArrayOrigin, arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays, which nobody else holds, as the caller's kind; None stays None."""
+    if origin.kind != "torch" or origin.backend == "cpu":
+        return [origin.from_backend(array) for array in arrays]
+    there = [array for array in arrays if array is not None]
+    tensors = iter(origin.allocator([(tuple(array.shape), array.dtype) for array in there])(0, False, ())[0])
+    return [array if array is None else _copied(array, next(tensors)) for array in arrays]
+
+
+def _copied(array: Any, tensor: Any) -> Any:
+    """Copy an array to a tensor, and return this."""
+    interop.to_backend({"x": tensor})[0]["x"][...] = array
+    return tensor

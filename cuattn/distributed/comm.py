@@ -1,0 +1,115 @@
+"""What ranks need of each other, and the error that all of them raise."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from cuattn.errors import CuattnError
+
+LOG = logging.getLogger("cuattn.distributed")
+TIMEOUT = 300.0
+"""Seconds that a rank waits for others, by default."""
+
+Messages = Sequence[tuple[int, Any]]
+"""Pairs (peer, array)."""
+
+
+class DistributedError(CuattnError, RuntimeError):
+    """Ranks disagree, or one of them failed, or did not answer in time.
+
+    Attributes
+    ----------
+    ranks : dict of int to str
+        What is known of each rank that has a part in it.
+    """
+
+    def __init__(self, message: str, ranks: Mapping[int, str] | None = None) -> None:
+        self.ranks = dict(ranks or {})
+        told = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(self.ranks.items()))
+        super().__init__(message + told)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _error, (str(self), self.ranks)
+
+
+def _error(text: str, ranks: dict[int, str]) -> DistributedError:
+    error = DistributedError(text)
+    error.ranks = ranks
+    return error
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """Ranks that work together: what :func:`cuattn.distributed.connect` returns, or any object that has this.
+
+    Attributes
+    ----------
+    rank, size : int
+        Which of how many this one is.
+    """
+
+    rank: int
+    size: int
+
+    def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
+        """Send and receive contiguous arrays, in one group: ``[(peer, array), ...]``.
+
+        Messages between the same two ranks match in order and in size.  It returns when host arrays have arrived, and
+        those sent may be changed; with arrays on a GPU when the work is enqueued on `stream`, by default the current.
+        """
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, by rank."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have called this."""
+
+    def abort(self) -> None:
+        """Let all ranks that wait, or will, fail."""
+
+
+class Alone:
+    """The comm of a single rank."""
+
+    rank, size = 0, 1
+
+    def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
+        """Copy messages to itself."""
+        for (_, source), (_, target) in zip(sends, recvs, strict=True):
+            target[...] = source
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the object."""
+        return [obj]
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def abort(self) -> None:
+        """Do nothing: nobody waits."""
+
+    close = abort
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Deadline:
+    """A time by which something has to happen; waiting for it sleeps at most a millisecond at a time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._end, self._pause = seconds, time.monotonic() + seconds, 0.0
+
+    def wait(self, happened: Callable[[], Any], what: Callable[[], Mapping[int, str]]) -> None:
+        """Poll until something happened; at the deadline raise what is known of ranks."""
+        while not happened():
+            if time.monotonic() > self._end:
+                raise DistributedError(f"no answer within {self._seconds:g} s", what())
+            time.sleep(self._pause)
+            self._pause = min(self._pause + 2e-5, 1e-3)

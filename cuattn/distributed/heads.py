@@ -1,0 +1,154 @@
+"""Heads in place of rows: ranks of a group exchange, and each has all of the group's rows and keys, of some heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from cuattn.distributed.arrays import contiguous, joined, taken
+from cuattn.distributed.comm import Comm
+from cuattn.distributed.flight import start
+from cuattn.distributed.layout import Layout, grouped
+from cuattn.distributed.walk import OF_KEYS, axis_of
+from cuattn.distributed.whole import Whole
+from cuattn.masks.base import Mask
+from cuattn.masks.device import namespace
+
+
+class Heads:
+    """The exchange within groups of `inner` neighbours; a group of one changes nothing.
+
+    Parameters
+    ----------
+    comm : Comm
+    inner : int
+        Ranks of a group, which divides the ranks, query heads and key heads.
+    layouts : dict of str to Layout
+        Of the ranks, by "row" and "key".
+
+    Attributes
+    ----------
+    layouts : dict of str to Layout
+        Of the groups.
+    ranks : list of int
+        Those of all groups that have the same heads as this one.
+    index : int
+        This one's group.
+    """
+
+    def __init__(self, comm: Comm, inner: int, layouts: Mapping[str, Layout]) -> None:
+        self._comm, self.inner, self._of_ranks = comm, inner, layouts
+        self.index, self._slot = divmod(comm.rank, inner)
+        self._members = range(self.index * inner, (self.index + 1) * inner)
+        self.ranks = list(range(self._slot, comm.size, inner))
+        self.layouts = {axis: grouped(layout, inner) for axis, layout in layouts.items()}
+
+    def whole(self, whole: Whole) -> Whole:
+        """Return what is said of the whole problem, of this rank's heads."""
+        if self.inner == 1:
+            return whole
+        *batch, heads = whole.leading
+        own, mask = self._slice(heads, self._slot), whole.mask
+        if isinstance(mask, Mask):
+            mask = _of_heads(mask, own.start, own.stop)
+        elif hasattr(mask, "shape") and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask[..., own, :, :]
+        origin = replace(whole.origin, head=whole.origin.head + own.start)
+        return replace(whole, leading=(*batch, own.stop - own.start), mask=mask, origin=origin)
+
+    def place(self, array: Any) -> tuple[Any, ...]:
+        """Return where this rank's heads are in an array without rows, as an index."""
+        if self.inner == 1 or array.ndim < 3 or array.shape[-3] == 1:
+            return (...,)
+        return (..., self._slice(array.shape[-3], self._slot), slice(None), slice(None))
+
+    def spread(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arrays of all the group's rows and of this rank's heads, from those of its rows and all heads."""
+        if self.inner == 1:
+            return dict(arrays)
+        found = {name: array[self.place(array)] for name, array in arrays.items() if name == "key_bias"}
+        arrays = {name: array for name, array in arrays.items() if name != "key_bias"}
+        sent = {
+            peer: {n: contiguous(self._part(n, x, slot)) for n, x in arrays.items()} for slot, peer in self._peers()
+        }
+        shapes = {name: sent[self._comm.rank][name].shape for name in arrays}
+        parts = self._exchanged(sent, lambda name, peer: _resized(shapes[name], name, self._lengths(name)[peer]))
+        for name in arrays:
+            layout = self._layout(name)
+            runs = [layout.rows(peer) for peer in self._members]
+            found[name] = joined([parts[peer][name] for peer in self._members], runs, axis_of(name))
+        return found
+
+    def collect(self, found: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Return results of this rank's rows and all heads, from those of all the group's rows and its heads.
+
+        Parameters
+        ----------
+        found : dict of str to array
+        whole : dict of str to array
+            This rank's operands, of which those without heads have gradients that are summed.
+        """
+        if self.inner == 1:
+            return dict(found)
+        sent = {
+            peer: {n: taken(x, self._group(n), self._layout(n).rows(peer), axis_of(n)) for n, x in found.items()}
+            for _, peer in self._peers()
+        }
+        parts = self._exchanged(sent, lambda name, peer: sent[self._comm.rank][name].shape)
+        results = {}
+        for name, array in found.items():
+            pieces, like = [parts[peer][name] for peer in self._members], whole.get(name)
+            if like is not None and (like.ndim < 3 or like.shape[-3] == 1):
+                results[name] = sum(pieces[1:], pieces[0])
+            else:
+                results[name] = namespace(array).concatenate(pieces, axis_of(name) - 1)
+        return results
+
+    def _peers(self) -> Any:
+        return enumerate(self._members)
+
+    def _layout(self, name: str) -> Layout:
+        return self._of_ranks["key" if name in OF_KEYS else "row"]
+
+    def _group(self, name: str) -> Any:
+        return self.layouts["key" if name in OF_KEYS else "row"].rows(self.index)
+
+    def _lengths(self, name: str) -> tuple[int, ...]:
+        return self._layout(name).lengths
+
+    def _slice(self, heads: int, slot: int) -> slice:
+        return slice(slot * heads // self.inner, (slot + 1) * heads // self.inner)
+
+    def _part(self, name: str, array: Any, slot: int) -> Any:
+        """Return some of an array's heads, if it has any."""
+        axis = axis_of(name) - 1
+        if array.ndim < -axis or array.shape[axis] == 1:
+            return array
+        return array[(..., self._slice(array.shape[axis], slot), *(slice(None),) * (-axis - 1))]
+
+    def _exchanged(self, sent: Mapping[int, Mapping[str, Any]], shape: Any) -> dict[int, dict[str, Any]]:
+        """Exchange arrays within the group; return what arrives, by rank."""
+        me = self._comm.rank
+        parts = {
+            peer: {n: x if peer == me else namespace(x).empty(shape(n, peer), x.dtype) for n, x in sent[me].items()}
+            for peer in self._members
+        }
+        pairs = [
+            [(peer, x) for peer in self._members if peer != me for x in those[peer].values() if x.size]
+            for those in (sent, parts)
+        ]
+        start(self._comm, *pairs)()
+        return parts
+
+
+def _resized(shape: tuple[int, ...], name: str, length: int) -> tuple[int, ...]:
+    resized = list(shape)
+    resized[axis_of(name)] = length
+    return tuple(resized)
+
+
+@lru_cache(maxsize=64)  # kept, since a mask holds tables on a GPU
+def _of_heads(mask: Mask, start: int, stop: int) -> Mask:
+    return mask.heads(start, stop)

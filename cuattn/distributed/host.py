@@ -1,0 +1,201 @@
+"""Comms of processes: by MPI, by a process group of PyTorch, and NCCL for what lies on GPUs."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from cuattn.distributed.comm import LOG, TIMEOUT, DistributedError, Messages
+from cuattn.masks.device import load_cupy
+
+
+def on_gpu(messages: Iterable[tuple[int, Any]]) -> bool:
+    """Return whether there are arrays on a GPU among messages."""
+    return any(not isinstance(array, np.ndarray) for _, array in messages)
+
+
+def as_bytes(array: Any) -> Any:
+    """Return a contiguous array as one of bytes, over the same memory."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def gathered_by_messages(comm: Any, obj: Any) -> list[Any]:
+    """Return the objects of all ranks, sent as messages of host arrays."""
+    mine, peers = np.frombuffer(pickle.dumps(obj), np.uint8), [peer for peer in range(comm.size) if peer != comm.rank]
+    sizes = np.zeros((comm.size, 1), np.int64)
+    sizes[comm.rank] = mine.size
+    comm.exchange([(peer, sizes[comm.rank]) for peer in peers], [(peer, sizes[peer]) for peer in peers])
+    every = [mine if peer == comm.rank else np.empty(sizes[peer, 0], np.uint8) for peer in range(comm.size)]
+    comm.exchange([(peer, mine) for peer in peers], [(peer, every[peer]) for peer in peers])
+    return [pickle.loads(each.tobytes()) for each in every]
+
+
+class Process:
+    """What comms of processes share: messages of GPUs by NCCL where each rank has its own, else through host memory.
+
+    Subclasses send host arrays (`_exchange`) and objects (`allgather`).
+    """
+
+    rank: int
+    size: int
+    local_size = 1
+    timeout = TIMEOUT
+    _nccl: Nccl | None = None
+    _broken: DistributedError | None = None
+
+    def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
+        """Send and receive, see :class:`cuattn.distributed.Comm`."""
+        self.check()
+        try:
+            if not on_gpu((*sends, *recvs)):
+                self._exchange([(p, as_bytes(x)) for p, x in sends], [(p, as_bytes(x)) for p, x in recvs])
+            elif self._nccl is not None:
+                self._nccl.exchange(sends, recvs, stream=stream)
+            else:
+                self._through_host(sends, recvs, stream)
+        except DistributedError as error:
+            self._broken = error
+            raise
+
+    def check(self) -> None:
+        """Raise if an earlier call missed its deadline."""
+        if self._broken is not None:
+            raise DistributedError("the comm is broken, since an earlier call failed", self._broken.ranks)
+
+    def _through_host(self, sends: Messages, recvs: Messages, stream: Any) -> None:
+        stream = stream or load_cupy("array").cuda.get_current_stream()
+        ours = [(peer, as_bytes(array).get(stream=stream)) for peer, array in sends]
+        theirs = [(peer, np.empty(array.nbytes, np.uint8)) for peer, array in recvs]
+        stream.synchronize()
+        self._exchange(ours, theirs)
+        for (_, array), (_, copy) in zip(recvs, theirs, strict=True):
+            as_bytes(array).set(copy, stream=stream)
+        stream.synchronize()
+
+    def _exchange(self, sends: Messages, recvs: Messages) -> None:
+        raise NotImplementedError
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, by rank."""
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        """Return when all ranks have called this."""
+        self.allgather(None)
+
+    def use_devices(self, device: int | None) -> None:
+        """Let messages of GPUs go by NCCL if every rank has a GPU of its own; all ranks call this."""
+        found = None if device is None else _identity(device)
+        every = self.allgather(found)
+        if None in every or len(set(every)) < self.size:
+            if device is not None:
+                LOG.info("no NCCL: ranks without a GPU of their own; messages of GPUs go through host memory")
+            return
+        nccl = load_cupy("device").cuda.nccl
+        key = self.allgather(nccl.get_unique_id() if self.rank == 0 else None)[0]
+        self._nccl = Nccl(nccl.NcclCommunicator(self.size, key, self.rank), self.timeout)
+
+    def close(self) -> None:
+        """Free what this comm has made."""
+        if self._nccl is not None:
+            self._nccl.close()
+            self._nccl = None
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _identity(device: int) -> str | None:
+    """Make a GPU the current one; return what tells it from all others, or None where there is no NCCL."""
+    cupy = load_cupy("device")
+    cupy.cuda.Device(device).use()
+    if not getattr(cupy.cuda.nccl, "available", False):
+        return None
+    return bytes(cupy.cuda.runtime.getDeviceProperties(device)["uuid"]).hex()
+
+
+class Nccl:
+    """Messages of GPUs, in one group each.
+
+    Parameters
+    ----------
+    nccl : cupy.cuda.nccl.NcclCommunicator
+    timeout : float
+        Seconds that work on the GPU may take; then the communicator is aborted, which ends it.
+    """
+
+    def __init__(self, nccl: Any, timeout: float) -> None:
+        self._nccl, self._timeout, self._late = nccl, timeout, False
+        self._pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._watch, name="cuattn-nccl", daemon=True).start()
+
+    def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
+        """Enqueue messages."""
+        cuda = load_cupy("array").cuda
+        if self._late:
+            raise DistributedError(f"NCCL did not finish within {self._timeout:g} s")
+        stream = stream or cuda.get_current_stream()
+        cuda.nccl.groupStart()
+        try:
+            for call, messages in ((self._nccl.send, sends), (self._nccl.recv, recvs)):
+                for peer, array in messages:
+                    call(array.data.ptr, array.nbytes, cuda.nccl.NCCL_UINT8, peer, stream.ptr)
+        finally:
+            cuda.nccl.groupEnd()
+        self._pending.put((stream.record(), cuda.Device(), time.monotonic() + self._timeout))
+
+    def _watch(self) -> None:
+        """Abort what is not done in time."""
+        while (item := self._pending.get()) is not None:
+            event, device, end = item
+            with device:
+                while not event.done and time.monotonic() < end:
+                    self._nccl.check_async_error()
+                    time.sleep(1e-2)
+                if not event.done:
+                    self._late = True
+                    LOG.error("NCCL did not finish within %g s: aborted", self._timeout)
+                    self._nccl.abort()
+                    return
+
+    def close(self) -> None:
+        """Free the communicator."""
+        self._pending.put(None)
+        if not self._late:
+            self._nccl.destroy()
+
+
+class OfNccl(Process):
+    """The comm of an `NcclCommunicator` that a caller has made: objects travel through GPU memory."""
+
+    def __init__(self, nccl: Any, timeout: float) -> None:
+        self.rank, self.size, self.timeout = nccl.rank_id(), nccl.size(), timeout
+        self.local_size, self._own, self._nccl = self.size, nccl, Nccl(nccl, timeout)
+
+    def _exchange(self, sends: Messages, recvs: Messages) -> None:
+        cupy = load_cupy("array")
+        ours = [(peer, cupy.asarray(array)) for peer, array in sends]
+        theirs = [(peer, cupy.empty(array.shape, array.dtype)) for peer, array in recvs]
+        self._nccl.exchange(ours, theirs)
+        for (_, array), (_, copy) in zip(recvs, theirs, strict=True):
+            array[...] = copy.get()
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, by rank."""
+        return gathered_by_messages(self, obj)
+
+    def abort(self) -> None:
+        """Let all work of this rank on the GPU end, and that of others by their deadlines."""
+        self._own.abort()
+
+    def close(self) -> None:
+        """Leave the communicator to its owner."""

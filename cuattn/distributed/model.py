@@ -1,0 +1,327 @@
+"""What a way to share work costs: bytes, steps and time by a simple model, from which the way is chosen.
+
+A rank begins a stage when it has computed the last and its part has arrived, which is sent when both ends begin the
+stage before.  The same model, given measured rates, says what many GPUs would do (``bench/distributed.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from cuattn.distributed.layout import Layout, grouped
+from cuattn.distributed.work import Work, work_of
+from cuattn.masks.base import Mask
+from cuattn.plans import Plan, readable_bytes
+from cuattn.problem import Problem
+
+ALGORITHMS = ("needed", "ring", "heads", "2d", "combine", "gather")
+"""In the order of preference where costs are equal; the last is used only if it is asked for."""
+_WHY = {
+    "needed": "each rank is sent the keys that its rows see, from their owners in turn",
+    "ring": "whole shards of keys in turn",
+    "heads": "an exchange gives each rank all rows and keys of some heads, and another takes the results back",
+    "2d": "heads are exchanged within groups of neighbours, keys travel between the groups",
+    "combine": "rows travel, and partial results return to their owners",
+    "gather": "all needed keys arrive before one local call",
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What ranks and the links between them do in a second.
+
+    Attributes
+    ----------
+    flops : float
+        Of one rank, in products of the scores' and the outputs' kind.
+    link, between : float
+        Bytes that a rank receives from the same island, and from others.
+    memory : float
+        Bytes that a rank reads and writes.
+    latency : float
+        Seconds of a stage.
+    island : int
+        Neighbours that a faster link joins.
+    overlapped : bool
+        Whether messages travel while ranks compute.
+    """
+
+    flops: float
+    link: float
+    between: float
+    memory: float
+    latency: float
+    island: int
+    overlapped: bool
+
+
+def rates_of(backend: str, itemsize: int, island: int) -> Rates:
+    """Return what is assumed where nothing was measured: an H200 with NVLink and a 400 Gbit/s link, or a CPU."""
+    if backend == "cpu":
+        return Rates(3e10, 5e9, 5e9, 1e10, 2e-4, island, overlapped=False)
+    flops = {2: 6.5e14, 4: 1.2e14, 8: 4e13}[itemsize]
+    return Rates(flops, 3.6e11, 5e10, 3.5e12, 3e-5, island, overlapped=True)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a call's costs depend on beside its layouts: see `Problem`; `sums` is the size of a number of a sum."""
+
+    backward: bool
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    itemsize: int
+    sums: int
+
+    @classmethod
+    def of(cls, problem: Problem, backward: bool) -> Size:
+        """Return the size of a problem, of any lengths."""
+        sums = problem.stat_dtype.itemsize
+        dims = problem.head_dim, problem.head_dim_v
+        batch = math.prod(problem.batch)
+        return cls(backward, batch, problem.heads, problem.kv_heads, *dims, problem.dtype.itemsize, sums)
+
+    @property
+    def flops(self) -> float:
+        """Of a visible element."""
+        d, dv = self.head_dim, self.head_dim_v
+        return 2.0 * self.batch * self.heads * (3 * d + 2 * dv if self.backward else d + dv)
+
+    def travels(self, axis: str) -> tuple[float, float]:
+        """Return the bytes of a key, or a row, that travels, and of its results that return."""
+        d, dv, b, sums = self.head_dim, self.head_dim_v, self.itemsize, self.sums
+        if axis == "key":
+            there, back = (d + dv) * b, (d + dv) * sums * self.backward
+        else:
+            there, back = ((d + dv) * b + 3 * sums, d * sums) if self.backward else (d * b, (dv + 2) * sums)
+        heads = self.batch * (self.kv_heads if axis == "key" else self.heads)
+        return float(heads * there), float(heads * back)
+
+    @property
+    def stays(self) -> float:
+        """Return the bytes of a row's partial results, which are added up at home."""
+        return float(self.batch * self.heads * self.sums * (self.head_dim if self.backward else self.head_dim_v))
+
+    def exchanged(self, rows: float, keys: float) -> float:
+        """Return the bytes of rows and keys that an exchange of heads moves, there and back."""
+        d, dv, b, sums = self.head_dim, self.head_dim_v, self.itemsize, self.sums
+        of_row, of_key = (d + dv) * b, (d + dv) * b
+        if self.backward:
+            of_row, of_key = (d + 2 * dv) * b + 2 * sums + d * sums, of_key + (d + dv) * sums
+        return float(self.batch * (rows * self.heads * of_row + keys * self.kv_heads * of_key))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a way to share work takes.
+
+    Attributes
+    ----------
+    seconds : float
+        Until the last rank is done.
+    computing, waiting : float
+        Of that rank: what it computes, and what it waits for others.
+    travelling : float
+        Seconds that its messages take.
+    received : float
+        Bytes that the rank with most receives.
+    steps : int
+    balance : float
+        The largest load over the mean.
+    """
+
+    seconds: float
+    computing: float
+    waiting: float
+    travelling: float
+    received: float
+    steps: int
+    balance: float
+
+
+def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1) -> Cost:
+    """Return what an algorithm takes.
+
+    Parameters
+    ----------
+    algorithm : str
+    work : Work
+        Of the groups that rows and keys are dealt out to.
+    size : Size
+        Of the whole problem.
+    rates : Rates
+    inner : int, optional
+        Ranks of a group, which exchange heads first.
+    """
+    ranks, axis = work.size, "row" if algorithm == "combine" else "key"
+    seconds = work.elements * (size.flops / inner / rates.flops)
+    needs = work.needs[axis] if algorithm != "ring" else np.tile(work.lengths(axis), (ranks, 1))
+    there, back = (each / inner for each in size.travels(axis))
+    rows = np.array(work.lengths("row"), float)
+    order = np.arange(ranks)
+    links = np.where(
+        _islands(order * inner, rates)[:, None] == _islands(order * inner, rates), rates.link, rates.between
+    )
+    moved = needs * (1 - np.eye(ranks))
+    begin = np.zeros(ranks)
+    travelling, received = np.zeros(ranks), moved.sum(1) * there + moved.sum(0) * back
+    extra = rows * 3 * size.stays / inner / rates.memory  # to add a part to what there is
+    if algorithm == "gather":
+        travelling = (moved * (there + back) / links).sum(1) + rates.latency
+        begin = travelling + seconds.sum(1)
+    else:
+        for step in range(ranks):
+            source, following = (order - step) % ranks, (order - step - 1) % ranks
+            bytes_in = moved[order, following] * there if step + 1 < ranks else 0 * rows
+            bytes_in = bytes_in + moved[(order + step - 1) % ranks, order] * back * (step > 1)
+            message = np.where(bytes_in > 0, bytes_in / links[order, following] + rates.latency, 0)
+            computed = begin + seconds[order, source] + extra * (seconds[order, source] > 0) * (step > 0)
+            travelling += message
+            if rates.overlapped:
+                begin = np.maximum(computed, np.maximum(begin, begin[following]) + message)
+            else:
+                begin = np.maximum(computed, np.where(message > 0, computed[following], 0)) + message
+        if back and ranks > 1:
+            begin = begin + moved[(order - 1) % ranks, order] * back / links[order, (order - 1) % ranks]
+    exchange = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner * (inner - 1) / inner
+    swap = exchange / rates.link + 2 * rates.latency if inner > 1 else 0.0
+    last, loads = int(begin.argmax()), seconds.sum(1)
+    total = float(begin[last]) + swap
+    return Cost(
+        total,
+        float(loads[last]),
+        max(total - float(loads[last]), 0.0),
+        float(travelling[last]) + swap,
+        float(received.max()) + exchange * (inner > 1),
+        (1 if algorithm == "gather" else ranks) + 2 * (inner > 1),
+        float(loads.max() / loads.mean()) if loads.any() else 1.0,
+    )
+
+
+def _islands(ranks: np.ndarray, rates: Rates) -> np.ndarray:
+    return ranks // max(rates.island, 1)
+
+
+@dataclass(frozen=True)
+class DistributedPlan:
+    """How a call over ranks will run.  Made by :func:`cuattn.distributed.plan`; prints as a readable table.
+
+    Attributes
+    ----------
+    algorithm : {"needed", "ring", "heads", "2d", "combine", "gather"}
+    direction : {"forward", "backward"}
+    ranks : int
+    inner : int
+        Ranks that exchange heads with each other.
+    steps : int
+        Groups of messages, one after the other.
+    bytes : int
+        What the rank that receives most receives.
+    balance : float
+        The largest load of visible elements over the mean.
+    overlap : float
+        The share of the messages' time in which ranks compute.
+    efficiency : float
+        The mean load's time over the whole time: 1 where ranks neither wait nor differ.
+    why : str
+        Why this algorithm was chosen.
+    costs : tuple of (str, float)
+        Seconds that the model gives each algorithm.
+    local : Plan
+        Of this rank's own rows and keys.
+    """
+
+    algorithm: str
+    direction: str
+    ranks: int
+    inner: int
+    steps: int
+    bytes: int
+    balance: float
+    overlap: float
+    efficiency: float
+    why: str
+    costs: tuple[tuple[str, float], ...]
+    local: Plan
+
+    def __str__(self) -> str:
+        rows = {
+            "algorithm": f"{self.algorithm} ({self.why})",
+            "direction": self.direction,
+            "ranks": f"{self.ranks}" + (f", in groups of {self.inner}" if self.inner > 1 else ""),
+            "steps": str(self.steps),
+            "received": f"{readable_bytes(self.bytes)} by the rank that receives most",
+            "balance": f"{self.balance:.2f} (largest load over mean)",
+            "overlap": f"{self.overlap:.0%} of the messages' time, as modelled",
+            "efficiency": f"{self.efficiency:.2f}, as modelled",
+            "costs": ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in self.costs),
+        }
+        lines = [f"{name:<10}  {text}" for name, text in rows.items()]
+        return "\n".join([*lines, *(f"local {line}" for line in str(self.local).splitlines())])
+
+
+def planned(options: Options, chosen: str, asked: bool, size: Size, ranks: int, local: Plan) -> DistributedPlan:
+    """Return the plan of an algorithm, given the costs of all and the plan of this rank's own part."""
+    cost, inner = options[chosen]
+    hidden = 1 - min(cost.waiting / cost.travelling, 1.0) if cost.travelling else 1.0
+    mean = cost.computing / cost.balance
+    return DistributedPlan(
+        chosen,
+        "backward" if size.backward else "forward",
+        ranks,
+        inner,
+        cost.steps,
+        round(cost.received),
+        cost.balance,
+        hidden,
+        mean / cost.seconds if cost.seconds else 1.0,
+        _WHY[chosen] + ("; asked for" if asked else "; least by the model"),
+        tuple((name, each.seconds) for name, (each, _) in options.items()),
+        local,
+    )
+
+
+Options = dict[str, tuple[Cost, int]]
+"""By algorithm, what it takes, and how many ranks exchange heads."""
+
+
+@lru_cache(maxsize=64)  # asked for in every call
+def options_of(
+    rows: Layout, keys: Layout, visible: Mask | None, size: Size, rates: Rates, grouped_heads: int
+) -> Options:
+    """Return what every algorithm takes that a call can be computed by.
+
+    Parameters
+    ----------
+    rows, keys : Layout
+    visible : Mask or None
+        As far as it is known.
+    size : Size
+    rates : Rates
+    grouped_heads : int
+        A number that ranks that exchange heads must divide.
+    """
+    ranks, found = rows.size, {}
+    inner = dict.fromkeys(ALGORITHMS, 1) | {"heads": ranks}
+    island = math.gcd(rates.island if rates.island < ranks else ranks, ranks, grouped_heads)
+    inner["2d"] = max((g for g in range(1, ranks) if island % g == 0), default=1)
+    for name, group in inner.items():
+        if name in ("heads", "2d") and (group == 1 or grouped_heads % group):
+            continue
+        work = work_of(grouped(rows, group), grouped(keys, group), visible)
+        found[name] = cost(name, work, size, rates, group), group
+    return found
+
+
+def least(options: Options) -> str:
+    """Return the algorithm that takes least; of those that differ by a fiftieth the first."""
+    names = [name for name in options if name != "gather"]
+    best = min(options[name][0].seconds for name in names)
+    return next(name for name in names if options[name][0].seconds <= 1.02 * best)

@@ -1,0 +1,300 @@
+"""A call as one rank makes it: its arrays read, agreed on with the other ranks, and checked."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cuattn import api, dispatch, interop
+from cuattn.distributed.agreement import agreed, same
+from cuattn.distributed.arrays import given_back
+from cuattn.distributed.comm import Comm
+from cuattn.distributed.layout import Layout
+from cuattn.distributed.model import ALGORITHMS, DistributedPlan, Size, least, options_of, planned, rates_of
+from cuattn.distributed.whole import Whole
+from cuattn.errors import ArgumentError, ShapeError, shown
+from cuattn.interop import Outputs
+from cuattn.masks.base import Mask
+from cuattn.problem import DTYPES, Operation, Options, Origin, check_axes, check_band, check_state
+from cuattn.problem.scalars import check_out_dtype
+from cuattn.rng import BLOCK, RNGState, recorded, resolve, threshold
+
+_OWN = ("mask", "bias", "origin", "out", "rng", "dlse", "score_args")  # settings that parts are not given as they are
+
+
+@lru_cache
+def defaults(name: str) -> dict[str, Any]:
+    """Return the keyword arguments of a function of cuattn, with their defaults."""
+    parameters = inspect.signature(getattr(api, name)).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+class Request:
+    """What all ranks together are asked for, as far as this one knows.
+
+    Parameters
+    ----------
+    operation : Operation
+    operands : dict of str to array
+        This rank's, by name.
+    state : object
+        A backward's ``fwd.rng_state``.
+    comm : Comm
+    placing : dict of str to object
+        The arguments layout, key_layout and algorithm.
+    options : dict of str to object
+        The other keyword arguments.
+    wanted : tuple of str
+        The results.
+
+    Attributes
+    ----------
+    arrays : dict of str to array
+        NumPy or CuPy views.  A bias without rows is "key_bias".
+    home : ArrayOrigin
+        Their kind and place.
+    rows, keys : Layout
+    whole : Whole
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        operands: Mapping[str, Any],
+        state: Any,
+        comm: Comm,
+        placing: Mapping[str, Any],
+        options: Mapping[str, Any],
+        wanted: tuple[str, ...],
+    ) -> None:
+        self.operation, self.comm, self.placing, self._operands = operation, comm, placing, operands
+        self.settings, self.state, self._wanted = {**defaults(operation.name), **options}, state, wanted
+        everyone = same(comm, self._read)
+        agreed(comm, lambda: self._settle(everyone))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of q, k and v."""
+        return np.dtype(self.arrays["q"].dtype)
+
+    @property
+    def sums(self) -> np.dtype:
+        """Of l, m and of all sums."""
+        return DTYPES[self.dtype].stat
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Look at this rank's arguments; return what must be equal everywhere, and what it brings."""
+        settings, known = self.settings, defaults(self.operation.name)
+        for name in settings.keys() - known.keys():
+            raise TypeError(f"{self.operation.name}() got an unexpected keyword argument {name!r}")
+        self._outputs = Outputs(self._wanted, settings["out"])
+        self._look()
+        arrays, level = self.arrays, threshold(settings["dropout_p"])
+        if self.operation.replays:
+            check_state("fwd.rng_state", self.state, level)
+            self.state = random = None if self.state is None else recorded(self.state)
+        else:
+            random = settings["rng"]
+            self.state = resolve(random) if level or isinstance(random, int | RNGState) else None
+            random = type(random).__name__ if isinstance(random, np.random.Generator) else random
+        if isinstance(random, RNGState) and not isinstance(random.offset, int):
+            random = random.seed
+        facts = {"the operation": self.operation.name, "the memory": self.home.backend, **self.placing}
+        facts |= {name: value for name, value in settings.items() if name not in ("bias", "out", "rng", "dlse")}
+        facts |= {"mask": self.mask, "rng": random, "score_args": self._score_args}
+        facts |= {f"the shape of {name}": _without_length(name, x) for name, x in arrays.items()}
+        rows = arrays["bias"].shape[-2:-1] if "bias" in arrays else ()
+        return facts, {"lengths": (arrays["q"].shape[-2], arrays["k"].shape[-2]), "rows": rows, "seed": self._plain()}
+
+    def _look(self) -> None:
+        """Take views of this rank's arrays."""
+        settings, mask = self.settings, self.settings["mask"]
+        needed = ("q", "k", "v", *self.operation.operands)
+        arrays = {**self._operands, "bias": settings["bias"], "dlse": settings.get("dlse")}
+        named = {name: x for name, x in arrays.items() if x is not None or name in needed}
+        if mask is not None and not isinstance(mask, Mask) and not callable(mask):
+            named["mask"] = mask
+        args = settings["score_args"]
+        if isinstance(args, tuple | list):
+            named |= {f"score_args[{n}]": x for n, x in enumerate(args) if hasattr(x, "__dlpack__")}
+        labels = {self.operation.label(name): name for name in named}
+        views, self.home = interop.to_backend(
+            {**{label: named[name] for label, name in labels.items()}, **self._outputs.given}
+        )
+        views = {labels[label]: x for label, x in self._outputs.take(views).items()}
+        for name, array in views.items():
+            if array.ndim < 2 and name in ("q", "k", "v", "do", "o", "bias", "mask"):
+                raise ShapeError(f"{name} has shape {array.shape}; expected at least two axes")
+        self.mask = views.pop("mask", mask)
+        if isinstance(args, tuple | list):
+            args = tuple(views.pop(f"score_args[{n}]", x) for n, x in enumerate(args))
+        self._score_args, self.arrays = args, views
+        self._own_dtypes = {name: np.dtype(x.dtype) for name, x in views.items()}
+        self._own_dtypes |= {f"score{n}": np.dtype(x.dtype) for n, x in self.learned.items()}
+        if self.operation.replays and self.sums == np.float64:  # gradients of parts have their operand's dtype
+            self._score_args = tuple(x.astype(self.sums) if n in self.learned else x for n, x in enumerate(args))
+            if "bias" in views:
+                views["bias"] = views["bias"].astype(self.sums, copy=False)
+
+    def _plain(self) -> Any:
+        """Return the state as other ranks can have it: not with an offset on this one's GPU."""
+        state = self.state
+        return state if state is None or isinstance(state.offset, int) else None
+
+    def _settle(self, everyone: list[dict[str, Any]]) -> None:
+        """Check this rank's arguments against the whole problem, given what each rank brings."""
+        comm, settings, arrays = self.comm, self.settings, self.arrays
+        if self.placing["algorithm"] not in (None, *ALGORITHMS):
+            names = ", ".join(map(repr, ALGORITHMS))
+            raise ArgumentError(f"algorithm is {shown(self.placing['algorithm'])}; expected None or one of {names}")
+        lengths = zip(*(one["lengths"] for one in everyone), strict=True)
+        self.rows, self.keys = _layouts(comm, self.placing, [tuple(each) for each in lengths])
+        n_queries, n_keys = self.rows.n, self.keys.n
+        q, k, v = (tuple(arrays[name].shape) for name in "qkv")
+        batch, heads, kv_heads = check_axes(q, k, v, True)  # groups are checked below
+        leading = (*batch, heads) if max(map(len, (q, k, v))) > 2 else ()
+        origin = settings["origin"] or Origin()
+        if origin != Origin(origin.batch, origin.head, heads=origin.heads):
+            raise ArgumentError(
+                f"origin is {shown(origin)}; expected one of batch, head and heads: layout has the rest"
+            )
+        if self._plain() is not None and not self.operation.replays:
+            self.state = everyone[0]["seed"]
+        own = Origin(origin.batch, origin.head, heads=origin.heads or heads)
+        options = {name: value for name, value in settings.items() if name not in _OWN}
+        options |= {"score_args": self._score_args}
+        self.whole = Whole(n_queries, n_keys, leading, own, self.mask, self.state, options)
+        check_band(settings["is_causal"], settings["window"], n_queries, n_keys)
+        _check_mask(self.mask, n_queries, n_keys)
+        if self.state is not None and threshold(settings["dropout_p"]):
+            _check_places(self.rows, self.keys)
+        if "bias" in arrays:
+            self._check_bias([one["rows"][0] for one in everyone])
+        self._check_part()
+        self._choose(batch, (heads, kv_heads), {x[-3] if len(x) > 2 else 1 for x in (q, k, v)})
+        self._outputs.check(self._made(), arrays, self.home)
+
+    def _check_bias(self, rows: list[int]) -> None:
+        """Check the bias's keys, and call it what it is: one of this rank's rows, or of no rows."""
+        bias = self.arrays["bias"]
+        if bias.shape[-1] not in (1, self.keys.n):
+            raise ShapeError(f"bias has shape {tuple(bias.shape)}; expected this rank's rows by all {self.keys.n} keys")
+        if all(n == 1 for n in rows) and max(self.rows.lengths) > 1:
+            self.arrays["key_bias"] = self.arrays.pop("bias")
+
+    def _check_part(self) -> None:
+        """Check everything else, as for the part of this rank's rows and keys."""
+        rows, keys = (layout.rows(self.comm.rank) for layout in (self.rows, self.keys))
+        part = self.whole.part(rows, keys)
+        bias = self.whole.bias(self.arrays, keys)
+        arrays = {name: self.arrays.get(name) for name in self.operation.inputs} | {"bias": bias, "mask": part["mask"]}
+        options = Options(**{name: part[name] for name in Options._fields if name in part})
+        call = dispatch.Call(
+            self.operation, arrays, options, self.state, part["origin"], None, part["score"], part["score_args"]
+        )
+        self.local = dispatch.plan(call)
+
+    def _choose(self, batch: tuple[int, ...], heads: tuple[int, int], own: set[int]) -> None:
+        """Choose the algorithm; heads can be exchanged where each operand has its own."""
+        arrays, asked = self.arrays, self.placing["algorithm"]
+        dims, bytes = (arrays["q"].shape[-1], arrays["v"].shape[-1]), (self.dtype.itemsize, self.sums.itemsize)
+        self.size = Size(self.operation.replays, math.prod(batch), *heads, *dims, *bytes)
+        rates = rates_of(self.home.backend, bytes[0], getattr(self.comm, "local_size", self.comm.size))
+        shared = math.gcd(*heads) if own <= set(heads) else 1
+        self.costs = options_of(self.rows, self.keys, self.whole.visible, self.size, rates, shared)
+        self.algorithm = asked or least(self.costs)
+        if self.algorithm not in self.costs:
+            expected = (
+                "key heads that the number of ranks divides" if asked == "heads" else "groups that divide key heads"
+            )
+            raise ArgumentError(
+                f"algorithm is {asked!r} with {heads[1]} key heads on {self.comm.size} ranks; expected {expected}"
+            )
+
+    def plan(self) -> DistributedPlan:
+        """Return the plan."""
+        asked = self.placing["algorithm"] is not None
+        return planned(self.costs, self.algorithm, asked, self.size, self.comm.size, self.local)
+
+    def _made(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Return shape and dtype of each result."""
+        arrays, dtype = self.arrays, check_out_dtype(self.settings.get("out_dtype"), self.dtype)
+        rows = (*self.whole.leading, arrays["q"].shape[-2])
+        if not self.operation.replays:
+            found = {"o": ((*rows, arrays["v"].shape[-1]), dtype), "l": (rows, self.sums), "m": (rows, self.sums)}
+            return {name: found[name] for name in self._wanted}
+        given = {name: arrays.get(name) for name in ("q", "k", "v")} | {
+            "bias": arrays.get("bias", arrays.get("key_bias"))
+        }
+        given |= {f"score{n}": x for n, x in self.learned.items()}
+        wide = dtype if dtype != self.dtype else None
+        given = {name: x for name, x in given.items() if x is not None}
+        return {f"d{name}": (tuple(x.shape), wide or self._own_dtypes[name]) for name, x in given.items()}
+
+    @property
+    def learned(self) -> dict[int, Any]:
+        """The arrays among score_args that are differentiated, by number."""
+        return {n: x for n, x in enumerate(self._score_args) if hasattr(x, "dtype") and np.dtype(x.dtype).kind in "fV"}
+
+    def delivered(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        """Return results as the caller's kind of array, of the dtypes that they have to have."""
+        made = self._made()
+        arrays = [results[name].astype(dtype, copy=False) for name, (_, dtype) in made.items()]
+        self._outputs.direct.clear()  # they are filled below
+        if self.home.kind == "torch":
+            arrays = given_back(self.home, arrays)
+        return dict(zip(made, self._outputs.fill(arrays), strict=True))
+
+
+def _without_length(name: str, array: Any) -> tuple[Any, ...]:
+    """Return what of an array's shape, and its dtype, is the same on all ranks."""
+    shape = tuple(array.shape)
+    if name == "bias":
+        return (*shape[:-2], shape[-1], array.dtype)
+    return (*shape[:-1], array.dtype) if name in ("l", "m", "dlse") else (*shape[:-2], shape[-1], array.dtype)
+
+
+def _layouts(comm: Comm, placing: Mapping[str, Any], lengths: list[tuple[int, ...]]) -> tuple[Layout, Layout]:
+    """Return the layouts of rows and keys, given the lengths that ranks bring."""
+    for name in ("layout", "key_layout"):
+        if not isinstance(placing[name], Layout | None):
+            raise ArgumentError(f"{name} is {shown(placing[name])}; expected a cuattn.distributed.Layout or None")
+    rows, keys = placing["layout"], placing["key_layout"]
+    if keys is None and rows is not None and rows.lengths == lengths[1]:
+        keys = rows
+    found = []
+    for name, layout, brought in (("layout", rows, lengths[0]), ("key_layout", keys, lengths[1])):
+        if layout is None:
+            edges = np.cumsum([0, *brought]).tolist()
+            layout = Layout.from_runs([[run] for run in pairwise(edges)])
+        elif layout.lengths != brought:
+            given = f"{name} has lengths {shown(layout.lengths)} by rank, and {'k' if found else 'q'} {shown(brought)}"
+            raise ShapeError(f"{given}; expected equal ones")
+        found.append(layout)
+    return found[0], found[1]
+
+
+def _check_mask(mask: Any, n_queries: int, n_keys: int) -> None:
+    if mask is None or (callable(mask) and not isinstance(mask, Mask)):
+        return
+    if isinstance(mask, Mask):
+        fits = mask.fits(n_queries, n_keys)
+    else:
+        fits = mask.shape[-2] in (1, n_queries) and mask.shape[-1] in (1, n_keys)
+    if not fits:
+        text = shown(mask) if isinstance(mask, Mask) else f"an array of shape {tuple(mask.shape)}"
+        raise ShapeError(f"mask is {text}; expected one of the whole problem: {n_queries} queries and {n_keys} keys")
+
+
+def _check_places(rows: Layout, keys: Layout) -> None:
+    """Check that dropout's blocks are not cut."""
+    for name, layout in (("layout", rows), ("key_layout", keys)):
+        for start, _ in (run for mine in layout.runs for run in mine):
+            if start % BLOCK:
+                raise ArgumentError(f"{name} has a run at {start}; expected multiples of {BLOCK} with dropout_p > 0")

@@ -1,0 +1,249 @@
+"""Ranks that are threads of one process: on the CPU, or with a GPU each, or several on one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from cuattn.cpu.threads import usable_cores
+from cuattn.distributed.comm import TIMEOUT, DistributedError, Messages
+from cuattn.errors import ArgumentError, as_integer, shown
+from cuattn.masks.device import load_cupy
+
+_here = threading.local()
+
+
+def current() -> ThreadComm | None:
+    """Return the comm of the rank that this thread is."""
+    return getattr(_here, "comm", None)
+
+
+class _World:
+    """What the ranks share: letter boxes, by sender and receiver."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.boxes: defaultdict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
+        self.gathered: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by the number of the call
+        self.failed: dict[int, str] = {}
+
+    def fail(self, rank: int, text: str) -> None:
+        """Let all ranks fail that wait, or will."""
+        with self.changed:
+            self.failed = self.failed or {rank: text}
+            self.changed.notify_all()
+
+
+class _Letter:
+    """An array on its way, which is not changed before it was taken."""
+
+    def __init__(self, array: Any, stream: Any) -> None:
+        self.array, self.taken, self.event = array, False, None
+        if not isinstance(array, np.ndarray):
+            self.event = _recorded(stream)
+
+    def put_into(self, target: Any, stream: Any) -> None:
+        """Copy it: on a GPU in the order of the receiver's stream, for which the sender's will wait."""
+        if self.array.nbytes != target.nbytes or (self.event is None) != isinstance(target, np.ndarray):
+            raise DistributedError(f"a message has {self.array.nbytes} bytes; expected {target.nbytes}")
+        if self.event is None:
+            target.reshape(-1).view(np.uint8)[...] = self.array.reshape(-1).view(np.uint8)
+            return
+        runtime = load_cupy("array").cuda.runtime
+        _enable(target.device.id, self.array.device.id)
+        stream.wait_event(self.event)
+        where = target.data.ptr, target.device.id, self.array.data.ptr, self.array.device.id
+        runtime.memcpyPeerAsync(*where, target.nbytes, stream.ptr)
+        self.event = _recorded(stream)
+
+
+def _recorded(stream: Any) -> Any:
+    event = load_cupy("array").cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
+
+
+_enabled: set[tuple[int, int]] = set()
+
+
+def _enable(here: int, there: int) -> None:
+    """Let a GPU, the current one, reach the memory of another, if it can."""
+    if here == there or (here, there) in _enabled:
+        return
+    _enabled.add((here, there))
+    runtime = load_cupy("array").cuda.runtime
+    with contextlib.suppress(runtime.CUDARuntimeError):  # it cannot, or does already
+        runtime.deviceEnablePeerAccess(there)
+
+
+class ThreadComm:
+    """The comm of one of several threads."""
+
+    def __init__(self, world: _World, rank: int, local_size: int | None = None) -> None:
+        self._world, self.rank, self.size, self._calls = world, rank, world.size, 0
+        self.local_size, self.timeout = world.size if local_size is None else local_size, TIMEOUT
+
+    def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
+        """Send and receive, see :class:`cuattn.distributed.Comm`."""
+        world, boxes = self._world, self._world.boxes
+        if stream is None and any(not isinstance(array, np.ndarray) for _, array in (*sends, *recvs)):
+            stream = load_cupy("array").cuda.get_current_stream()
+        letters = [(peer, _Letter(array, stream)) for peer, array in sends]
+        with world.changed:
+            for peer, letter in letters:
+                boxes[self.rank, peer].append(letter)
+            world.changed.notify_all()
+        for peer, target in recvs:
+            box = boxes[peer, self.rank]
+            with world.changed:
+                self._wait(lambda box=box: box, lambda peer=peer: [peer])
+                letter = box.popleft()
+            letter.put_into(target, stream)
+            with world.changed:
+                letter.taken = True
+                world.changed.notify_all()
+        with world.changed:
+            left = lambda: [peer for peer, letter in letters if not letter.taken]  # noqa: E731
+            self._wait(lambda: not left(), left)
+        for _, letter in letters:
+            if letter.event is not None:
+                stream.wait_event(letter.event)
+
+    def _wait(self, happened: Callable[[], Any], missing: Callable[[], Sequence[int]]) -> None:
+        """Wait, with the lock held; fail as soon as a rank has, or after the deadline."""
+        world, late = self._world, f"did not answer rank {self.rank} within {self.timeout:g} s"
+        if not world.changed.wait_for(lambda: world.failed or happened(), self.timeout):
+            world.failed = dict.fromkeys(missing(), late)
+            world.changed.notify_all()
+        if world.failed:
+            raise DistributedError("a rank failed", world.failed)
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, by rank."""
+        world, self._calls = self._world, self._calls + 1
+        with world.changed:
+            found = world.gathered[self._calls]
+            found[self.rank] = obj
+            world.changed.notify_all()
+            self._wait(lambda: len(found) == self.size, lambda: [r for r in range(self.size) if r not in found])
+            world.gathered.pop(self._calls - 1, None)  # all have left that call
+        return [found[rank] for rank in range(self.size)]
+
+    def barrier(self) -> None:
+        """Return when all ranks have called this."""
+        self.allgather(None)
+
+    def abort(self) -> None:
+        """Let all ranks that wait, or will, fail."""
+        self._world.fail(self.rank, "called abort()")
+
+    def close(self) -> None:
+        """Do nothing: `spawn` ends the ranks."""
+
+    def __enter__(self) -> ThreadComm:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def spawn(
+    function: Callable[..., Any], /, *args: Any, ranks: int | None = None, devices: Sequence[int] | None = None
+) -> list[Any]:
+    """Call a function in several threads of this process, each of which is a rank.
+
+    Parameters
+    ----------
+    function : callable
+        ``function(comm, *args)``.
+    *args : object
+        What every rank is given.
+    ranks : int, optional
+        How many; by default one for each of `devices`, or each GPU, or two.
+    devices : sequence of int, optional
+        The GPU of each rank, which is current in its thread; by default the GPUs where `ranks` is not given.
+
+    Returns
+    -------
+    list
+        What the ranks return, in rank order.
+
+    Raises
+    ------
+    Exception
+        What the first rank that failed has raised; the others then fail as well.
+
+    Examples
+    --------
+    >>> spawn(lambda comm: comm.allgather(comm.rank), ranks=2)
+    [[0, 1], [0, 1]]
+    """
+    size, devices = _ranks(ranks, devices)
+    world, results, errors = _World(size), [None] * size, []
+
+    def run(rank: int) -> None:
+        _here.comm = ThreadComm(world, rank)
+        try:
+            if devices is not None:
+                load_cupy("devices").cuda.Device(devices[rank]).use()
+            results[rank] = function(_here.comm, *args)
+        except BaseException as error:  # also KeyboardInterrupt: the other ranks must end first
+            errors.append(error)
+            world.fail(rank, f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"cuattn-rank-{rank}") for rank in range(size)]
+    with shared_cores(size):
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            world.fail(0, "was interrupted")
+            for thread in threads:
+                thread.join()
+            raise
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _ranks(ranks: int | None, devices: Sequence[int] | None) -> tuple[int, Sequence[int] | None]:
+    """Return how many ranks there are, and the device of each."""
+    if devices is None and ranks is None:
+        devices = range(_gpus()) or None
+    size = as_integer(ranks) if ranks is not None else len(devices) if devices else 2
+    if size is None or size < 1 or (devices is not None and len(devices) != size):
+        raise ArgumentError(f"ranks is {shown(ranks)} and devices {shown(devices)}; expected one device for each rank")
+    return size, devices
+
+
+@contextlib.contextmanager
+def shared_cores(ranks: int) -> Iterator[None]:
+    """Hold BLAS to this rank's share of the machine's cores, unless the environment says how many threads it has."""
+    if ranks == 1 or {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys():
+        yield
+        return
+    with threadpool_limits(max(1, usable_cores() // ranks), user_api="blas"):
+        yield
+
+
+def hold_cores(ranks: int) -> None:
+    """Hold BLAS to a process's share of the machine's cores, for good."""
+    contextlib.ExitStack().enter_context(shared_cores(ranks))
+
+
+def _gpus() -> int:
+    """Return how many GPUs there are."""
+    try:
+        return load_cupy("devices").cuda.runtime.getDeviceCount()
+    except Exception:  # a broken installation raises more than ImportError
+        return 0

@@ -1,0 +1,314 @@
+"""One rank's part of a call: stages in which keys, or rows, arrive, are computed with, and partial results go back.
+
+Keys travel (k and v) or rows do (q and all that belongs to it); the other axis stays.  Each stage has sources, whose
+part arrives, and clients, who are sent this rank's.  While a stage is computed, the next one's part is on its way, and
+with it, in one group of messages, the partial results of the last.  Sums are taken in the order of the stages, which
+depends on layouts and mask alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuattn.api import backward, forward, merge
+from cuattn.distributed.arrays import joined, local, merged, taken
+from cuattn.distributed.comm import Comm
+from cuattn.distributed.flight import start
+from cuattn.distributed.layout import Layout
+from cuattn.distributed.whole import Whole
+from cuattn.distributed.work import Work
+from cuattn.masks.device import namespace
+from cuattn.masks.runs import Runs, length_of
+from cuattn.results import Forward
+
+Stage = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sources and clients of a rank, among those that share an axis; itself in the first stage."""
+
+Arrays = dict[str, Any]
+
+OF_ROWS, OF_KEYS = ("q", "do", "o", "l", "m", "dlse", "bias"), ("k", "v")
+"""What is dealt out with rows and with keys; gradients go by the names of their operands."""
+
+
+def stages(algorithm: str, index: int, size: int) -> list[Stage]:
+    """Return what a rank does in turn.
+
+    >>> stages("ring", 0, 3), stages("gather", 0, 3)
+    ([((0,), (0,)), ((2,), (1,)), ((1,), (2,))], [((0, 1, 2), (0, 1, 2))])
+    """
+    if algorithm == "gather":
+        return [(tuple(range(size)), tuple(range(size)))]
+    return [(((index - t) % size,), ((index + t) % size,)) for t in range(size)]
+
+
+@dataclass
+class Team:
+    """The ranks that rows and keys are dealt out to, and how they share them.
+
+    Attributes
+    ----------
+    comm : Comm
+    ranks : sequence of int
+        In the order of the layouts.
+    index : int
+        Which of them this rank is.
+    work : Work
+        Of the layouts.
+    axis : {"key", "row"}
+        What travels.
+    trimmed : bool
+        Whether only what is needed of it does.
+    """
+
+    comm: Comm
+    ranks: Sequence[int]
+    index: int
+    work: Work
+    axis: str
+    trimmed: bool
+
+    def layout(self, axis: str) -> Layout:
+        """Return the layout of rows or of keys."""
+        return self.work.layouts[axis]
+
+    def own(self, axis: str) -> Runs:
+        """Return the rows or keys that this rank holds."""
+        return self.layout(axis).rows(self.index)
+
+    def sent(self, source: int, client: int) -> Runs:
+        """Return what travels from one to another; everything from a rank to itself, if anything is needed."""
+        whole = self.layout(self.axis).rows(source)
+        needed = self.work.needed(self.axis, client, source) if self.trimmed else whole
+        return whole if needed and source == client else needed
+
+
+class Walk(ABC):
+    """The way through the stages; subclasses compute an operation's part and take its results.
+
+    Parameters
+    ----------
+    team : Team
+    whole : Whole
+    arrays : dict of str to array
+        This rank's, NumPy or CuPy.  A bias without rows is "key_bias".
+    sums : numpy.dtype
+        Of partial results.
+    """
+
+    results: tuple[str, ...]
+    """Of a part, by name."""
+
+    def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype) -> None:
+        self.team, self.whole, self.arrays, self.sums = team, whole, arrays, sums
+        self.xp = namespace(arrays["q"])
+        of_axis = OF_ROWS if team.axis == "row" else OF_KEYS
+        self.moving = [name for name in self.arrays if name in of_axis]
+        self.returned = [name for name in self.results if name in of_axis]
+        lead = whole.leading
+        self.shapes = {"l": (*lead, 0), "m": (*lead, 0), "o": (*lead, 0, arrays["v"].shape[-1])}
+        self.shapes |= {name: tuple(array.shape) for name, array in arrays.items()}
+
+    @abstractmethod
+    def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
+        """Return the results of a part."""
+
+    @abstractmethod
+    def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
+        """Take results for some of this rank's rows, or keys."""
+
+    def run(self, plan: Sequence[Stage]) -> None:
+        """Walk through all stages."""
+        fetched, back = self._start(plan[0], None), None
+        for stage, following in itertools.zip_longest(plan, plan[1:]):
+            arrived = fetched()
+            fetched = self._start(following, back)
+            back = stage, self._stage(arrived)
+        fetched()
+        self._start(None, back)()
+
+    def _start(self, stage: Stage | None, back: tuple[Stage, dict[int, Arrays]] | None) -> Callable[[], Any]:
+        """Begin to fetch for a stage and to return partial results of another; return what waits for both."""
+        team, me, sends, recvs, results = self.team, self.team.index, [], [], []
+        arrived: dict[int, Arrays] = {}
+        sources, clients = stage or ((), ())
+        for client in clients:
+            if client != me and (runs := team.sent(me, client)):
+                sends += [(client, array) for array in self._packed(client, runs).values()]
+        for source in sources:
+            if runs := team.sent(source, me):
+                arrived[source] = self._packed(me, runs) if source == me else self._room(self.moving, runs, me)
+                recvs += [(source, array) for array in arrived[source].values() if source != me]
+        (_, clients), partial = back or (((), ()), {})
+        sends += [(source, array) for source, arrays in partial.items() for array in arrays.values()]
+        for client in clients if self.returned else ():
+            if client != me and (runs := team.sent(me, client)):
+                results.append((client, runs, self._room(self.returned, runs, client, self.sums)))
+                recvs += [(client, array) for array in results[-1][2].values()]
+        messages = ([(team.ranks[peer], x) for peer, x in pairs if x.size] for pairs in (sends, recvs))
+        wait = start(team.comm, *messages)
+
+        def finish() -> dict[int, Arrays]:
+            wait()
+            for client, runs, arrays in results:
+                self.accept(arrays, *self._part(runs, team.layout("key").rows(client)))
+            return arrived
+
+        return finish
+
+    def _part(self, runs: Runs, keys: Runs | None = None) -> tuple[Runs, Runs]:
+        """Return rows and keys of a part, given those that travel; of rows that travel, with which keys."""
+        if self.team.axis == "key":
+            return self.team.own("row"), runs
+        return runs, self.team.own("key") if keys is None else keys
+
+    def _packed(self, client: int, runs: Runs) -> Arrays:
+        """Return what of this rank's arrays a client, or itself, computes with."""
+        found = {}
+        for name in self.moving:
+            array = self.arrays[name]
+            if name == "bias":
+                array = self.whole.bias(self.arrays, self.team.layout("key").rows(client))
+            own = self.team.own(self.team.axis)
+            at_home = client == self.team.index and runs == own  # no message, for which it had to be contiguous
+            found[name] = array if at_home else taken(array, own, runs, axis_of(name))
+        return found
+
+    def _room(self, names: Sequence[str], runs: Runs, client: int, dtype: Any = None) -> Arrays:
+        """Return arrays for what travels to a client, or, of `dtype`, comes back from it."""
+        found = {}
+        for name in names:
+            shape = list(self.shapes[name])
+            if name == "bias" and shape[-1] > 1:
+                shape[-1] = self.team.layout("key").lengths[client]
+            shape[axis_of(name)] = length_of(runs)
+            found[name] = self.xp.empty(shape, dtype or self.arrays[name].dtype)
+        return found
+
+    def _stage(self, arrived: dict[int, Arrays]) -> dict[int, Arrays]:
+        """Compute with what arrived; return what goes back, by source."""
+        team, back = self.team, {}
+        if not arrived:
+            return back
+        runs = {source: team.sent(source, team.index) for source in arrived}
+        every = merged(run for mine in runs.values() for run in mine)
+        moved = {
+            name: joined([arrays[name] for arrays in arrived.values()], list(runs.values()), axis_of(name))
+            for name in self.moving
+        }
+        arrived.clear()
+        rows, keys = self._part(every)
+        bias = moved["bias"] if "bias" in moved else self.whole.bias(self.arrays, keys)
+        found = self.compute({**self.arrays, **moved}, bias, self.whole.part(rows, keys))
+        self.accept({name: x for name, x in found.items() if name not in self.returned}, rows, keys)
+        for source, mine in runs.items() if self.returned else ():
+            results = {name: taken(found[name], every, mine, axis_of(name)) for name in self.returned}
+            if source == team.index:
+                self.accept(results, *self._part(mine))
+            else:
+                back[source] = results
+        return back
+
+
+class ForwardWalk(Walk):
+    """The forward; `result` is made of parts by :func:`cuattn.merge`."""
+
+    results = ("o", "l", "m")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.result: Forward | None = None
+        self._out_dtype: Any = self.sums
+
+    def run(self, plan: Sequence[Stage]) -> None:
+        """Walk through all stages."""
+        team = self.team
+        visited = [stage for stage in plan if any(team.sent(source, team.index) for source in stage[0])]
+        if team.axis == "key" and len(visited) < 2:
+            self._out_dtype = self.whole.options.get("out_dtype")  # nothing will be merged
+        super().run(plan)
+        if self.result is None:  # nothing is visible
+            nothing = {name: self.arrays[name][..., :0, :] for name in "kv"}
+            bias, options = self.whole.bias(self.arrays, ()), self.whole.part(team.own("row"), ())
+            found = self.compute({**self.arrays, **nothing}, bias, options)
+            self.accept(found, team.own("row"), ())
+
+    def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
+        """Return o, l and m of a part."""
+        options = {**options, "out_dtype": self._out_dtype}
+        found = forward(*(arrays[name] for name in "qkv"), bias=bias, rng=self.whole.state, **options)
+        return dict(zip(self.results, found[:3], strict=True))
+
+    def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
+        """Merge a part for all of this rank's rows."""
+        if found:
+            part = Forward(**found)
+            self.result = part if self.result is None else merge(self.result, part)
+
+
+class BackwardWalk(Walk):
+    """The backward; `totals` are sums of the gradients of parts, by the names of their operands."""
+
+    def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype) -> None:
+        self.results = tuple(name for name in ("q", "k", "v", "bias") if name in arrays)
+        if team.axis == "row":  # D travels in place of o, as the gradient of lse
+            arrays = _without_o(arrays, sums)
+        super().__init__(team, whole, arrays, sums)
+        self.totals: Arrays = {}
+
+    def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
+        """Return the gradients of a part."""
+        o = arrays["o"] if "o" in arrays else self.xp.zeros(arrays["do"].shape, arrays["do"].dtype)
+        fwd = (o, arrays["l"], arrays["m"], self.whole.state)
+        operands = [arrays[name] for name in ("do", "q", "k", "v")]
+        options = {**options, "out_dtype": self.sums, "dlse": arrays.get("dlse")}
+        found = backward(*operands, fwd, bias=bias, **options)
+        name = "bias" if "bias" in self.arrays else "key_bias"
+        gradients = {"q": found.dq, "k": found.dk, "v": found.dv, name: found.dbias}
+        gradients |= {f"score{index}": x for index, x in enumerate(found.dscore)}
+        return {name: x for name, x in gradients.items() if x is not None}
+
+    def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
+        """Add gradients by some rows and keys."""
+        own, every = self.team.own, ((0, self.whole.n_keys),)
+        for name, array in found.items():
+            places = {"q": {-2: (own("row"), rows)}, "bias": {-2: (own("row"), rows)}}.get(name, {})
+            if name in OF_KEYS:
+                places = {-2: (own("key"), keys)}
+            if name.endswith("bias") and self.shapes[name][-1] > 1:
+                places = {**places, -1: (every, keys)}
+            self._add(name, array, places)
+
+    def _add(self, name: str, array: Any, places: dict[int, tuple[Runs, Runs]]) -> None:
+        """Add to a sum, of whose axes the array holds some runs."""
+        total = self.totals.get(name)
+        if total is None and all(whole == runs for whole, runs in places.values()):
+            self.totals[name] = array
+            return
+        if total is None:
+            total = self.totals[name] = self.xp.zeros(self.shapes[name], array.dtype)
+        pairs = [zip(local(whole, runs), local(runs, runs), strict=True) for whole, runs in places.values()]
+        for chosen in itertools.product(*pairs):
+            index, other = [slice(None)] * array.ndim, [slice(None)] * array.ndim
+            for axis, (target, source) in zip(places, chosen, strict=True):
+                index[axis], other[axis] = target, source
+            total[tuple(index)] += array[tuple(other)]
+
+
+def axis_of(name: str) -> int:
+    """Return which axis of an array its rows or keys are."""
+    return -1 if name in ("l", "m", "dlse") else -2
+
+
+def _without_o(arrays: Arrays, sums: np.dtype) -> Arrays:
+    """Return a backward's arrays with what it needs of o, D = sum(do * o), less dlse, in place of both."""
+    xp = namespace(arrays["q"])
+    delta = xp.multiply(arrays["do"], arrays["o"], dtype=sums).sum(-1)
+    delta = xp.where(arrays["l"] > 0, delta, 0)
+    dlse = arrays.get("dlse", 0) - delta
+    return {name: x for name, x in {**arrays, "dlse": dlse}.items() if name != "o"}

@@ -1,0 +1,253 @@
+"""Products of kernel matrices with vectors, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuattn.errors import UnsupportedError, expect_array
+from cuattn.pairwise.pairs import Pairs, Sums, Wanted, columns_of, entered
+
+_PARAGRAPHS = {
+    "points": """x : array, (..., M, d), float16 | bfloat16 | float32 | float64
+        Rows: points, of NumPy, CuPy, PyTorch, JAX or any other DLPack array; results are of the same kind.
+    y : array, (..., N, d)
+        Keys: points, of x's dtype.  Leading axes broadcast as in :func:`numpy.matmul`.""",
+    "bandwidth": """bandwidth : float
+        Scale of distances, > 0; on a GPU a 0-d array is not read back, and not checked.""",
+    "kernel_function": """kernel_function : {"gaussian", "laplacian", "cauchy", "matern32", "matern52"}
+        With the Euclidean distance r = |x - y| over the bandwidth: ``exp(-r^2 / 2)``, ``exp(-r)``, ``1 / (1 + r^2)``,
+        ``(1 + a) exp(-a)`` with ``a = sqrt(3) r``, and ``(1 + a + a^2 / 3) exp(-a)`` with ``a = sqrt(5) r``.  They are
+        scikit-learn's ``RBF`` and ``Matern`` of that length scale; its ``laplacian_kernel`` sums absolute differences
+        instead.""",
+    "options": """mask : bool array | mask of :mod:`cuattn.masks` | callable, optional
+        Which pairs count (True), broadcast to (..., M, N).
+    window : (left, right) or (left, right, alignment), optional
+        Row i takes keys ``i - left <= j <= i + right``, see :func:`cuattn.attention`.
+    precision : {None, "float64", "tf32"}, optional
+        "float64" computes in float64 and rounds the result; "tf32" permits products in TF32 above 8 coordinates.
+    kernel : {None, "cpu", "direct", "sm80", "sm90"}, optional
+        What computes: on a GPU differences of coordinates ("direct", up to 8 of them and without masks) or the named
+        family of attention kernels; None lets the plan choose.""",
+    "errors": """ShapeError, DtypeError, ArgumentError, MaskError, UnsupportedError
+        When an argument does not fit; the message names it, its value and what was expected.""",
+    "accuracy": """Up to 8 coordinates distances are as good as sums of squared differences.  Above, float32 takes them
+    apart into products, relative to the mean c of the points: the error grows by up to
+    ``2^-21 max|x - c|^2 / bandwidth^2``, of which NumPy arrays get a warning where it is large, and which
+    ``precision="float64"`` lifts.""",
+}
+
+
+def public(function: Any) -> Any:
+    """Fill the paragraphs that the public functions share into a docstring."""
+    for name, text in _PARAGRAPHS.items():
+        function.__doc__ = (function.__doc__ or "").replace(f"<{name}>", text)
+    return function
+
+
+class MatvecGradients(NamedTuple):
+    """The result of :func:`matvec_backward`: gradients, each of its operand's shape and dtype.
+
+    Attributes
+    ----------
+    dx, dy, db : array
+    dbandwidth : array
+        0-d.
+    """
+
+    dx: Any
+    dy: Any
+    db: Any
+    dbandwidth: Any
+
+
+def engine(pairs: Pairs) -> Any:
+    """Return what computes a call's sums with :class:`Wanted`: the room for the host or for a GPU; None for attention.
+
+    Raises
+    ------
+    UnsupportedError
+        `kernel` names something that cannot.
+    """
+    on_host, wanted = pairs.origin.backend == "cpu", pairs.kernel
+    if on_host:
+        if wanted not in (None, "cpu"):
+            raise UnsupportedError(f"kernel is {wanted!r} but x is in host memory; expected an array on a GPU")
+        from cuattn.pairwise import host
+
+        return host
+    if wanted == "cpu":
+        raise UnsupportedError("kernel is 'cpu' but x is on a GPU; expected an array in host memory")
+    takes = pairs.is_direct and not pairs.masks
+    if wanted == "direct" and not takes:
+        raise UnsupportedError("kernel is 'direct'; expected at most 8 coordinates and no mask")
+    if wanted in (None, "direct") and takes:
+        from cuattn.pairwise import device
+
+        return device
+    return None
+
+
+@public
+def matvec(
+    x: Any,
+    y: Any,
+    b: Any,
+    /,
+    *,
+    bandwidth: Any,
+    kernel_function: str = "gaussian",
+    mask: Any = None,
+    window: tuple | None = None,
+    precision: str | None = None,
+    kernel: str | None = None,
+) -> Any:
+    """Multiply a kernel matrix by vectors, ``sum_j K(x_i, y_j) b_j``, without ever making the matrix.
+
+    Parameters
+    ----------
+    <points>
+    b : array, (..., N, p) or (..., N)
+        Vectors, of x's dtype: columns if it has as many axes as y, or more.
+    <bandwidth>
+    <kernel_function>
+    <options>
+
+    Returns
+    -------
+    a : array, (..., M, p) or (..., M)
+        The products, in x's dtype and kind; 0 where a row has no pairs.
+
+    Raises
+    ------
+    <errors>
+
+    See Also
+    --------
+    matvec_backward : its gradients.
+    linear_operator : the same for solvers.
+
+    Notes
+    -----
+    <accuracy>
+    Products over parts of the keys add up to the whole.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn import pairwise
+    >>> x = np.array([[0.0], [1.0], [3.0]])
+    >>> pairwise.matvec(x, x, np.ones(3), bandwidth=1.0).round(3)
+    array([1.618, 1.742, 1.146])
+    """
+    options = dict(mask=mask, window=window, precision=precision, kernel=kernel, kernel_function=kernel_function)
+    with entered({"x": x, "y": y, "b": b}, ("bandwidth", bandwidth), **options) as pairs:
+        is_vector = columns_of(pairs, "b", "y")
+        a = product(pairs, pairs.spread("b"))
+        return pairs.give(a[..., 0] if is_vector else a)
+
+
+def product(pairs: Pairs, b: Any, transposed: bool = False) -> Any:
+    """Return sum_j k_ij b_j, or sum_i k_ij b_i if it is transposed."""
+    room = engine(pairs)
+    if room is not None:
+        return room.run(pairs, Wanted(v=b, sums=True), transposed).sums
+    from cuattn.pairwise.attention import Attention
+
+    attention = Attention(pairs)
+    return attention.slopes(b, attention.zeros(b))[2] if transposed else attention.sums(b)
+
+
+@public
+def matvec_backward(
+    da: Any,
+    x: Any,
+    y: Any,
+    b: Any,
+    /,
+    *,
+    bandwidth: Any,
+    kernel_function: str = "gaussian",
+    mask: Any = None,
+    window: tuple | None = None,
+    precision: str | None = None,
+    kernel: str | None = None,
+) -> MatvecGradients:
+    """Compute the gradients of :func:`matvec`.
+
+    Parameters
+    ----------
+    da : array, (..., M, p) or (..., M)
+        Gradient with respect to the products.
+    <points>
+    b : array, (..., N, p) or (..., N)
+        Vectors.
+    <bandwidth>
+    <kernel_function>
+    <options>
+
+    Returns
+    -------
+    MatvecGradients
+        ``(dx, dy, db, dbandwidth)``.  Where two points coincide, the gradient of every kernel function is 0.
+
+    Raises
+    ------
+    <errors>
+
+    See Also
+    --------
+    matvec : the function.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn import pairwise
+    >>> x, y = np.array([[0.0]]), np.array([[1.0]])
+    >>> float(pairwise.matvec_backward(np.ones(1), x, y, np.ones(1), bandwidth=1.0).dx[0, 0].round(6))
+    0.606531
+    """
+    options = dict(mask=mask, window=window, precision=precision, kernel=kernel, kernel_function=kernel_function)
+    with entered({"x": x, "y": y, "b": b, "da": da}, ("bandwidth", bandwidth), **options) as pairs:
+        da, vectors = pairs.arrays.pop("da"), columns_of(pairs, "b", "y")
+        shape = (*pairs.batch, pairs.x.shape[-2], pairs.arrays["b"].shape[-1])
+        expect_array("da", da, shape[:-1] if vectors else shape, pairs.work)
+        da = da.reshape(shape)
+        dx, dy, db, dscale = gradients(pairs, da, pairs.spread("b"))
+        db = pairs.gather(db, "b")
+        return MatvecGradients(
+            pairs.give(pairs.gather(dx, "x")),
+            pairs.give(pairs.gather(dy, "y")),
+            pairs.give(db[..., 0] if vectors else db),
+            pairs.give(-dscale / pairs.scale),
+        )
+
+
+def gradients(pairs: Pairs, u: Any, v: Any, row_log: Any = None, key_log: Any = None) -> tuple[Any, Any, Any, Any]:
+    """Return the gradients of sum_ij (u_i . v_j) k_ij by x, y and v, and by the logarithm of the points' scale.
+
+    With logarithms k is the Gaussian, multiplied by their exponentials.
+    """
+    room = engine(pairs)
+    if room is None:
+        from cuattn.pairwise.attention import Attention
+
+        return Attention(pairs).slopes(u, v, row_log, key_log)
+    of_x: Sums = room.run(pairs, Wanted(u, v, row_log, key_log, slopes=True))
+    of_y: Sums = room.run(pairs, Wanted(v, u, key_log, row_log, slopes=True, sums=True), transposed=True)
+    factor = -2 * pairs.factor
+    dscale = -2 * of_x.moments.sum(dtype=np.float64)
+    return factor * of_x.directions, factor * of_y.directions, of_y.sums, dscale
+
+
+def pull(pairs: Pairs, row_log: Any, key_log: Any) -> Any:
+    """Return sum_j p_ij (x_i - y_j) of p_ij = exp(row_log_i + key_log_j - w_ij)."""
+    xp, (rows, keys) = pairs.xp, (row_log.shape[-1], key_log.shape[-1])
+    u, v = (xp.ones((*pairs.batch, n, 1), pairs.work) for n in (rows, keys))
+    room = engine(pairs)
+    if room is not None:
+        return room.run(pairs, Wanted(u, v, row_log, key_log, slopes=True)).directions
+    from cuattn.pairwise.attention import Attention
+
+    return Attention(pairs).slopes(u, v, row_log, key_log)[0] / (-2 * pairs.factor)

@@ -1,0 +1,220 @@
+// Sums over all keys y_j for each row x_i, of a function k of |x_i - y_j|, from differences of coordinates:
+//
+// cfg::reduction 0   sum_j k_ij v_j                                               to p.sums
+//                1   log2 sum_j 2^(key_log_j - z_ij)                              to p.moments
+//                2   sum_j g_ij (x_i - y_j), sum_j g_ij z_ij, sum_j k_ij v_j      to p.directions, p.moments, p.sums (cfg::values)
+//                    with g_ij = (u_i . v_j) (-dk/dw)_ij, see pairwise/functions.cuh; with cfg::logs k_ij is multiplied by 2^(row_log_i + key_log_j)
+//
+// A thread owns cfg::thread_rows rows in registers; all threads read one key at a time, in one broadcast.  What a tile of keys adds is summed
+// first, so that no sum has many terms; sums of tiles carry along what rounding took from them (Kahan).
+// Grid: row blocks; parts of the keys, times groups of cfg::width columns; batch.  Each part writes results of its own.
+#include "pairwise/functions.cuh"
+#include "ptx/types.cuh"
+
+using Acc = cfg::acc;
+using namespace pairwise;
+
+// Mirrored by PARAMS in cuattn/pairwise/device.py.  Arrays are contiguous, results stacked by part.
+struct PairwiseParams {
+    const Acc *x, *y, *u, *v, *row_log, *key_log;  // (batch, rows, dim), (batch, keys, dim), (batch, rows, columns), (batch, keys, columns)
+    const double* factors;                         // the factor of z if it lies on the device, else null
+    Acc *sums, *directions, *moments;
+    double factor;
+    i32 n_rows, n_keys, columns, parts, keys_per_part;
+};
+
+constexpr int kThreads = 128, kKeys = 128, kRows = cfg::thread_rows, kDim = cfg::dim;
+constexpr bool kLse = cfg::reduction == 1, kGradient = cfg::reduction == 2;
+constexpr bool kSums = cfg::reduction == 0 || (kGradient && cfg::values);
+constexpr bool kLogs = kLse || (kGradient && cfg::logs);
+constexpr int kWidth = kLse ? 0 : cfg::width, kColumns = kWidth ? kWidth : 1;
+constexpr int kVector = 16 / sizeof(Acc), kStride = (kDim + kWidth + kLogs + kVector - 1) / kVector * kVector;
+
+// A key: its coordinates, its columns of v, its logarithm.
+struct alignas(16) Key {
+    Acc at[kStride];
+};
+
+// Sums of tiles, and what rounding took from them.
+struct Total {
+    Acc sum = 0, lost = 0;
+    __device__ __forceinline__ void add(Acc x) {
+        const Acc term = x - lost, next = sum + term;
+        lost = (next - sum) - term;
+        sum = next;
+    }
+};
+
+struct Rows {
+    Acc x[kRows][kDim];
+
+    __device__ __forceinline__ Acc squared_distance(int r, const Key& key, Acc (&difference)[kDim]) const {
+        Acc sum = 0;
+        unroll<kDim>([&](int c) {
+            difference[c] = x[r][c] - key.at[c];
+            sum = c ? fma_of(difference[c], difference[c], sum) : difference[c] * difference[c];
+        });
+        return sum;
+    }
+    __device__ __forceinline__ Acc squared_distance(int r, const Key& key) const {
+        Acc difference[kDim];
+        return squared_distance(r, key, difference);
+    }
+};
+
+// A tile of keys; those that do not exist add nothing: their v is 0, their logarithm -inf.
+__device__ __forceinline__ void load_keys(Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, i32 column) {
+    const i32 j = first + threadIdx.x;
+    const bool there = j < stop;
+    const i64 key = batch * p.n_keys + (there ? j : 0);
+    Key own;
+    unroll<kStride>([&](int c) {
+        own.at[c] = 0;
+        if (c < kDim) own.at[c] = there ? p.y[key * kDim + c] : Acc(0);
+        else if (c < kDim + kWidth) own.at[c] = there && column + c - kDim < p.columns ? p.v[key * p.columns + column + c - kDim] : Acc(0);
+        else if (kLogs && c == kDim + kWidth) own.at[c] = there ? p.key_log[key] : -infinity<Acc>();
+    });
+    __syncthreads();  // nobody reads the last tile any more
+    tile[threadIdx.x] = own;
+    __syncthreads();
+}
+
+// Calls work(r, row) for the rows that exist.
+template <class Work>
+__device__ __forceinline__ void for_rows(const PairwiseParams& p, const Work& work) {
+    unroll<kRows>([&](int r) {
+        const i32 row = (blockIdx.x * kRows + r) * kThreads + threadIdx.x;
+        if (row < p.n_rows) work(r, row);
+    });
+}
+
+__device__ __forceinline__ void sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, i32 column, Acc factor) {
+    Total totals[kRows][kColumns];
+    for (i32 j = first; j < stop; j += kKeys) {
+        load_keys(tile, p, batch, j, stop, column);
+        Acc sums[kRows][kColumns] = {};
+#pragma unroll 4
+        for (int n = 0; n < kKeys; ++n) {
+            const Key key = tile[n];
+            unroll<kRows>([&](int r) {
+                const Acc k = evaluate<cfg::function>(rows.squared_distance(r, key) * factor).value;
+                unroll<kWidth>([&](int c) { sums[r][c] = fma_of(k, key.at[kDim + c], sums[r][c]); });
+            });
+        }
+        unroll<kRows, kWidth>([&](int r, int c) { totals[r][c].add(sums[r][c]); });
+    }
+    const i64 part = static_cast<i64>(blockIdx.y % p.parts) * gridDim.z + batch;
+    for_rows(p, [&](int r, i32 row) {
+        unroll<kWidth>([&](int c) {
+            if (column + c < p.columns) p.sums[(part * p.n_rows + row) * p.columns + column + c] = totals[r][c].sum;
+        });
+    });
+}
+
+// A row's sum l is relative to 2^m.  The reference m stays until a tile's sum grows too large for it: then the tile is summed anew, relative to its
+// greatest term, as is the first tile that has any.
+__device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, Acc factor) {
+    constexpr Acc lowest = same_type<Acc, double> ? Acc(-1e300) : Acc(-1e30f), most = same_type<Acc, double> ? Acc(1e250) : Acc(1e30f);
+    Total l[kRows];
+    Acc m[kRows];
+    unroll<kRows>([&](int r) { m[r] = lowest; });
+    for (i32 j = first; j < stop; j += kKeys) {
+        load_keys(tile, p, batch, j, stop, 0);
+        Acc sums[kRows];
+        const auto sum_tile = [&] {
+            unroll<kRows>([&](int r) { sums[r] = 0; });
+#pragma unroll 4
+            for (int n = 0; n < kKeys; ++n) {
+                const Key key = tile[n];
+                unroll<kRows>([&](int r) {
+                    sums[r] += power_of_2(fma_of(rows.squared_distance(r, key), -factor, key.at[kDim] - m[r]));
+                });
+            }
+        };
+        sum_tile();
+        bool fits = true;
+        unroll<kRows>([&](int r) { fits = fits && sums[r] < most; });
+        if (!fits) {
+            Acc greatest[kRows];
+            unroll<kRows>([&](int r) { greatest[r] = m[r]; });
+            for (int n = 0; n < kKeys; ++n) {
+                const Key key = tile[n];
+                unroll<kRows>([&](int r) { greatest[r] = max_of(greatest[r], fma_of(rows.squared_distance(r, key), -factor, key.at[kDim])); });
+            }
+            unroll<kRows>([&](int r) {
+                const Acc share = power_of_2(m[r] - greatest[r]);
+                l[r].sum *= share;
+                l[r].lost *= share;
+                m[r] = greatest[r];
+            });
+            sum_tile();
+        }
+        unroll<kRows>([&](int r) { l[r].add(sums[r]); });
+    }
+    const i64 part = static_cast<i64>(blockIdx.y) * gridDim.z + batch;
+    for_rows(p, [&](int r, i32 row) { p.moments[part * p.n_rows + row] = l[r].sum == Acc(0) ? -infinity<Acc>() : m[r] + log2(l[r].sum); });
+}
+
+__device__ __forceinline__ void gradient_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, i32 column, Acc factor) {
+    Acc u[kRows][kColumns] = {}, row_log[kRows] = {};
+    for_rows(p, [&](int r, i32 row) {
+        const i64 at = batch * p.n_rows + row;
+        unroll<kWidth>([&](int c) { u[r][c] = column + c < p.columns ? p.u[at * p.columns + column + c] : Acc(0); });
+        if constexpr (kLogs) row_log[r] = p.row_log[at];
+    });
+    Acc directions[kRows][kDim] = {}, moments[kRows] = {}, values[kRows][kColumns] = {};
+    for (i32 j = first; j < stop; j += kKeys) {
+        load_keys(tile, p, batch, j, stop, column);
+        Acc tile_directions[kRows][kDim] = {}, tile_moments[kRows] = {}, tile_values[kRows][kColumns] = {};
+#pragma unroll 2
+        for (int n = 0; n < kKeys; ++n) {
+            const Key key = tile[n];
+            unroll<kRows>([&](int r) {
+                Acc difference[kDim], product = 0;
+                const Acc z = rows.squared_distance(r, key, difference) * factor;
+                const Value<Acc> k = [&]() -> Value<Acc> {
+                    if constexpr (kLogs) {
+                        const Acc value = power_of_2(row_log[r] + key.at[kDim + kWidth] - z);
+                        return {value, value};
+                    } else return evaluate<cfg::function>(z);
+                }();
+                unroll<kWidth>([&](int c) {
+                    product = c ? fma_of(u[r][c], key.at[kDim + c], product) : u[r][c] * key.at[kDim + c];
+                    if constexpr (kSums) tile_values[r][c] = fma_of(k.value, key.at[kDim + c], tile_values[r][c]);
+                });
+                const Acc g = product * k.slope;
+                unroll<kDim>([&](int c) { tile_directions[r][c] = fma_of(g, difference[c], tile_directions[r][c]); });
+                tile_moments[r] = fma_of(g, z, tile_moments[r]);
+            });
+        }
+        unroll<kRows>([&](int r) {
+            unroll<kDim>([&](int c) { directions[r][c] += tile_directions[r][c]; });
+            unroll<kColumns>([&](int c) { values[r][c] += tile_values[r][c]; });
+            moments[r] += tile_moments[r];
+        });
+    }
+    const i64 part = static_cast<i64>(blockIdx.y) * gridDim.z + batch, sums_part = static_cast<i64>(blockIdx.y % p.parts) * gridDim.z + batch;
+    for_rows(p, [&](int r, i32 row) {
+        unroll<kDim>([&](int c) { p.directions[(part * p.n_rows + row) * kDim + c] = directions[r][c]; });
+        p.moments[part * p.n_rows + row] = moments[r];
+        if constexpr (kSums) {
+            unroll<kWidth>([&](int c) {
+                if (column + c < p.columns) p.sums[(sums_part * p.n_rows + row) * p.columns + column + c] = values[r][c];
+            });
+        }
+    });
+}
+
+extern "C" __global__ __launch_bounds__(kThreads) void pairwise_rows(const __grid_constant__ PairwiseParams p) {
+    __shared__ Key tile[kKeys];
+    const i64 batch = blockIdx.z;
+    const i32 part = blockIdx.y % p.parts, column = blockIdx.y / p.parts * cfg::width;
+    const i32 first = part * p.keys_per_part, stop = min(first + p.keys_per_part, p.n_keys);
+    const Acc factor = static_cast<Acc>(p.factors == nullptr ? p.factor : *p.factors);
+    Rows rows;
+    unroll<kRows>([&](int r) { unroll<kDim>([&](int c) { rows.x[r][c] = 0; }); });
+    for_rows(p, [&](int r, i32 row) { unroll<kDim>([&](int c) { rows.x[r][c] = p.x[(batch * p.n_rows + row) * kDim + c]; }); });
+    if constexpr (kLse) log_sum_rows(rows, tile, p, batch, first, stop, factor);
+    else if constexpr (kGradient) gradient_rows(rows, tile, p, batch, first, stop, column, factor);
+    else sum_rows(rows, tile, p, batch, first, stop, column, factor);
+}

@@ -1,0 +1,186 @@
+"""Any problem, dealt out in any way, is what one device computes."""
+
+import numpy as np
+import pytest
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+
+import cuattn
+from cuattn import distributed, masks
+from cuattn.distributed import Layout, connect, spawn
+from cuattn.errors import ArgumentError
+from tests.distributed.layouts import layouts, run
+from tests.strategies import cases
+from tests.test_api import check
+
+ALGORITHMS = (None, "ring", "needed", "gather", "combine", "heads", "2d")
+GRADIENTS = ("dq", "dk", "dv", "dbias")
+PHASES = (Phase.explicit, Phase.generate)  # to shrink threads takes minutes
+
+
+def dealt(data, case, size):
+    """Draw layouts of a case's rows and keys."""
+    unit = 16 if case.options.get("dropout_p") else 1
+    return [data.draw(layouts(x.shape[-2], size, unit)) for x in (case.q, case.k)]
+
+
+@settings(max_examples=60, phases=PHASES)
+@given(data=st.data(), case=cases(), size=st.integers(2, 4), algorithm=st.sampled_from(ALGORITHMS))
+def test_any_split_matches_the_oracle(data, case, size, algorithm):
+    rows, keys = dealt(data, case, size)
+    assume(case.bias is None or case.bias.shape[-2] > 1 or max(rows.lengths) != 1)  # is it of one row, or of any?
+    try:
+        results = spawn(run, case, rows, keys, algorithm, ranks=size)
+    except ArgumentError as error:  # ranks do not divide the heads
+        assert "algorithm is" in str(error) and algorithm in ("heads", "2d")
+        return
+    for fwd, grads in results[1:]:
+        for one, other in zip((*fwd[:3], *grads), (*results[0][0][:3], *results[0][1]), strict=True):
+            np.testing.assert_array_equal(one, other)
+    fwd, grads = results[0]
+    assert (
+        fwd.o.dtype == case.q.dtype and fwd.rng_state == cuattn.forward(*case.arguments()[0], **case.arguments()[1])[3]
+    )
+    check(case, fwd[:3])
+    check(case, grads, GRADIENTS)
+
+
+N = 96
+MASKS = {
+    "none": {},
+    "per head": {"mask": masks.ColumnMask.stack([masks.causal(N), masks.sliding_window(N, 40)] * 2)},
+    "blocks": {"mask": masks.BlockMask(np.tri(3, dtype=bool), 32, 32) & masks.document([50, 46])},
+    "function": {"mask": lambda b, h, i, j: (i - j) % (h + 2) != 1},
+    "array": {"mask": np.random.default_rng(1).random((4, N, N)) < 0.3, "window": (70, 20)},
+    "dropout": {"is_causal": True, "dropout_p": 0.3, "rng": 7},
+    "score": {"score": lambda s, b, h, i, j, t: np.where(j <= i, s + t[h] * (i - j), -np.inf), "score_args": (0.1,)},
+}
+
+
+def problem(dtype=np.float32, kv_heads=2):
+    """Return q, k, v, do of four heads, of which pairs share keys."""
+    rng = np.random.default_rng(0)
+    q, do = (rng.standard_normal((2, 4, N, 16)).astype(dtype) for _ in range(2))
+    k, v = (rng.standard_normal((2, kv_heads, N, 16)).astype(dtype) for _ in range(2))
+    return q, k, v, do
+
+
+def together(comm, arrays, layout, options, **more):
+    """Return the whole forward and gradients of a problem that ranks compute."""
+    mine = [layout.shard(x, comm.rank) for x in arrays]
+    placing = dict(comm=connect(timeout=20), layout=layout, enable_gqa=True)
+    fwd = distributed.forward(*mine[:3], **placing, **options, **more)
+    replayed = {name: x for name, x in {**options, **more}.items() if name != "rng"}
+    grads = distributed.backward(mine[3], *mine[:3], fwd, **placing, **replayed)
+    whole = [layout.unshard(fwd[at], comm, axis) for at, axis in enumerate((-2, -1, -1))]
+    return whole, [layout.unshard(x, comm) for x in grads[:3]], grads.dscore
+
+
+@pytest.mark.parametrize("algorithm", ["needed", "combine", "heads"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_functions_and_dropout(name, algorithm):
+    """Results are those of one device: the same elements are seen and kept, heads and indices are global."""
+    options, arrays = dict(MASKS[name]), problem()
+    learned = np.array([0.1, -0.1, 0.2, 0.0], np.float32)
+    if name == "score":
+        options["score_args"] = (learned,)
+    fwd = cuattn.forward(*arrays[:3], enable_gqa=True, **options)
+    replayed = {key: x for key, x in options.items() if key != "rng"}
+    grads = cuattn.backward(arrays[3], *arrays[:3], fwd, enable_gqa=True, **replayed)
+    layout = Layout.zigzag(N, 2)
+    for whole, made, dscore in spawn(together, arrays, layout, options, ranks=2):
+        for one, other in zip((*whole, *made, *dscore), (*fwd[:3], *grads[:3], *grads.dscore), strict=True):
+            np.testing.assert_allclose(one, other, atol=3e-5, rtol=1e-4)
+    chosen = spawn(lambda comm: together(comm, arrays, layout, options, algorithm=algorithm), ranks=2)
+    for one, other in zip(chosen[0][0], fwd[:3], strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5)
+    for one, other in zip((*chosen[0][1], *chosen[0][2]), (*grads[:3], *grads.dscore), strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5, rtol=1e-4)
+
+
+def test_the_same_call_gives_the_same_bits():
+    arrays, layout = problem(np.float16), Layout.zigzag(N, 3)
+    for algorithm in (None, "combine"):
+        first, again = (
+            spawn(lambda comm, a=algorithm: together(comm, arrays, layout, {"is_causal": True}, algorithm=a), ranks=3)[
+                0
+            ]
+            for _ in range(2)
+        )
+        for one, other in zip((*first[0], *first[1]), (*again[0], *again[1]), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_one_rank_has_the_bits_of_a_call_without_ranks():
+    arrays = problem()
+    fwd = cuattn.forward(*arrays[:3], enable_gqa=True, window=(30, 5), dropout_p=0.2, rng=1)
+    grads = cuattn.backward(arrays[3], *arrays[:3], fwd, enable_gqa=True, window=(30, 5), dropout_p=0.2)
+    with connect() as comm:
+        options = {"window": (30, 5), "dropout_p": 0.2, "rng": 1}
+        whole, made, _ = together(comm, arrays, Layout.contiguous(N, 1), options)
+    for one, other in zip((*whole, *made), (*fwd[:3], *grads[:3]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_fresh_dropout_is_drawn_once():
+    x = problem()[0]
+    layout = Layout.contiguous(N, 3)
+
+    def work(comm):
+        mine, generator = layout.shard(x, comm.rank), np.random.default_rng(comm.rank)
+        return [
+            distributed.forward(mine, mine, mine, comm=comm, dropout_p=0.5, rng=rng).rng_state
+            for rng in (None, generator)
+        ]
+
+    for states in zip(*spawn(work, ranks=3), strict=True):
+        assert len(set(states)) == 1 and isinstance(states[0], cuattn.RNGState)
+
+
+def test_results_go_where_they_are_wanted():
+    q, k, v, do = problem(np.float16)
+    layout = Layout.balanced(masks.causal(N), 2, unit=16)
+    fwd = cuattn.forward(q, k, v, enable_gqa=True, is_causal=True, out_dtype=np.float32)
+    dlse = np.random.default_rng(3).standard_normal(fwd.l.shape).astype(np.float32)
+    grads = cuattn.backward(do, q, k, v, fwd, enable_gqa=True, is_causal=True, dlse=dlse, out_dtype=np.float32)
+
+    def work(comm, algorithm):
+        mine = [layout.shard(x, comm.rank) for x in (q, k, v, do)]
+        placing = dict(comm=comm, layout=layout, enable_gqa=True, is_causal=True, algorithm=algorithm)
+        o = np.empty(mine[0].shape, np.float32)
+        own = distributed.forward(*mine[:3], **placing, out=(o, None, None), out_dtype=np.float32)
+        assert own.o is o
+        rest = dict(dlse=layout.shard(dlse, comm.rank, -1), out_dtype=np.float32)
+        made = distributed.backward(mine[3], *mine[:3], own, **placing, **rest)
+        half = distributed.attention(*mine[:3], **placing)
+        assert half.dtype == np.float16
+        return [layout.unshard(x, comm) for x in (o, *made[:3], half)]
+
+    for algorithm in (None, "combine"):
+        for found in spawn(work, algorithm, ranks=2):
+            for one, other in zip(found, (fwd.o, *grads[:3], fwd.o), strict=True):
+                np.testing.assert_allclose(one, other, atol=2e-3 if one.dtype == np.float16 else 2e-5)
+
+
+def test_hidden_keys_and_empty_ranks_leak_nothing():
+    """NaN in what nobody sees stays there, and ranks without rows or keys take part."""
+    q, k, v, do = problem()
+    layout = Layout.from_runs([[(0, 48)], [], [(48, N)]])
+    mask = masks.full(N) & np.broadcast_to(np.arange(N) < 60, (N, N))
+    k[..., 60:, :] = v[..., 60:, :] = np.nan
+    for whole, made, _ in spawn(together, (q, k, v, do), layout, {"mask": mask}, ranks=3):
+        assert all(np.isfinite(x).all() for x in (*whole, *made))
+
+
+def test_torch_tensors_come_back():
+    torch = pytest.importorskip("torch")
+    x = torch.randn(2, N, 16, dtype=torch.bfloat16)
+    layout = Layout.contiguous(N, 2)
+
+    def work(comm):
+        mine = layout.shard(x, comm.rank)
+        return layout.unshard(distributed.attention(mine, mine, mine, comm=comm, layout=layout), comm)
+
+    whole = spawn(work, ranks=2)[0]
+    assert isinstance(whole, torch.Tensor) and whole.dtype == torch.bfloat16
+    assert torch.allclose(whole.float(), cuattn.attention(x, x, x).float(), atol=2e-2)

@@ -1,0 +1,165 @@
+"""What differs, what is wrong and who fails: on threads."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import cuattn
+from cuattn import distributed, masks
+from cuattn.distributed import DistributedError, Layout, connect, spawn
+from cuattn.errors import ArgumentError, DtypeError, ShapeError
+
+X = np.random.default_rng(0).standard_normal((2, 32, 8), np.float32)
+
+
+def each(comm, call):
+    """Return the error that a call raises on this rank."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def errors(arguments, ranks=2, function="attention"):
+    """Return the errors of a call whose arguments depend on the rank."""
+
+    def work(comm):
+        connect(timeout=10)
+        args, options = arguments(comm.rank)
+        return each(comm, lambda: getattr(distributed, function)(*args, comm=comm, **options))
+
+    return spawn(work, ranks=ranks)
+
+
+def tripled(**options):
+    """Return three operands, and options of which those that are tuples have an item for each rank."""
+    return lambda rank: (
+        (X, X, X),
+        {name: value[rank] if isinstance(value, tuple) else value for name, value in options.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("scale", (0.5, 0.25)),
+        ("is_causal", (True, False)),
+        ("algorithm", ("ring", "gather")),
+        ("mask", (masks.causal(64), masks.full(64))),
+        ("mask", (np.ones((64, 64), bool), np.tri(64, dtype=bool))),
+        ("layout", (Layout.contiguous(64, 2), Layout.zigzag(64, 2))),
+        ("rng", (1, 2)),
+        ("dropout_p", (0.0, 0.5)),
+    ],
+)
+def test_what_differs_is_told_on_every_rank(name, values):
+    found = errors(tripled(**{name: values}))
+    for error in found:
+        assert type(error) is DistributedError and str(error).startswith(f"{name} differs")
+        assert sorted(error.ranks) == [0, 1] and error.ranks == found[0].ranks and len(set(error.ranks.values())) == 2
+
+
+def test_functions_differ_by_what_they_are_and_capture():
+    for factors in ((1, 2), (2, 1)):
+        functions = tuple((lambda s, b, h, i, j, factor=factor: s * factor) for factor in factors)
+        assert all("score differs" in str(error) for error in errors(tripled(score=functions)))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"is_causal": "left"}, ArgumentError, "is_causal is 'left'"),
+        ({"mask": masks.causal(32)}, ShapeError, "expected one of the whole problem: 64 queries and 64 keys"),
+        ({"layout": Layout.contiguous(60, 2)}, ShapeError, "layout has lengths"),
+        ({"layout": 3}, ArgumentError, "layout is 3"),
+        ({"bias": np.zeros((32, 32), np.float32)}, ShapeError, "by all 64 keys"),
+        ({"window": ((-1, 0), (-1, 0))}, ArgumentError, "window's left is -1"),
+        ({"algorithm": "star"}, ArgumentError, "algorithm is 'star'"),
+        ({"sale": 3}, TypeError, "unexpected keyword argument 'sale'"),
+        ({"origin": cuattn.Origin(row=16)}, ArgumentError, "layout has the rest"),
+        ({"layout": Layout.contiguous(64, 2, unit=1), "dropout_p": 0.5, "rng": 0, "is_causal": 7}, ArgumentError, ""),
+    ],
+)
+def test_what_all_refuse_is_their_own_error(options, kind, text):
+    for error in errors(tripled(**options)):
+        assert type(error) is kind and text in str(error)
+
+
+def test_what_one_refuses_all_do():
+    found = errors(lambda rank: ((X[..., :4] if rank else X, X, X), {}), ranks=3)
+    assert all(type(error) is DistributedError for error in found)
+    found = errors(lambda rank: (("x" if rank == 1 else X, X, X), {}), ranks=3)
+    for error in found:
+        assert type(error) is DistributedError and list(error.ranks) == [1] and "DtypeError" in error.ranks[1]
+    assert isinstance(found[1].__cause__, DtypeError)
+    bias = np.zeros((32, 96), np.float32)
+    found = errors(lambda rank: ((X, X, X), {"bias": bias[rank:]}), ranks=3)
+    assert all(type(error) is DistributedError and list(error.ranks) == [1, 2] for error in found)
+
+
+def test_dropout_cuts_no_blocks():
+    layout = Layout.from_runs([[(0, 24), (56, 64)], [(24, 56)]])
+    for error in errors(tripled(layout=layout, dropout_p=0.5, rng=0)):
+        assert type(error) is ArgumentError and "has a run at 56; expected multiples of 16" in str(error)
+
+
+def test_a_rank_that_raises_ends_all():
+    seen = []
+
+    def work(comm):
+        if comm.rank == 1:
+            raise KeyError("first")
+        seen.append(each(comm, comm.barrier))
+        raise seen[-1]
+
+    with pytest.raises(KeyError, match="first"):
+        spawn(work, ranks=3)
+    assert [type(error) for error in seen] == [DistributedError] * 2
+    assert all(error.ranks == {1: "KeyError: 'first'"} for error in seen)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cuattn-rank")]
+
+
+def test_a_rank_that_is_late_breaks_the_comm():
+    def work(comm):
+        connect(timeout=0.2)
+        if comm.rank == 1:
+            time.sleep(0.6)
+        begin = time.monotonic()
+        first = each(comm, lambda: distributed.attention(X, X, X, comm=comm))
+        assert time.monotonic() - begin < 5
+        return first, each(comm, comm.barrier)
+
+    for error in [error for pair in spawn(work, ranks=2) for error in pair]:
+        assert type(error) is DistributedError and error.ranks == {1: "did not answer rank 0 within 0.2 s"}
+
+
+def test_a_call_that_fails_inside_ends_all(monkeypatch):
+    from cuattn.distributed import walk
+
+    plain = walk.forward
+
+    def fails(*args, **options):
+        if threading.current_thread().name.endswith("1"):
+            raise MemoryError("no room")
+        return plain(*args, **options)
+
+    monkeypatch.setattr(walk, "forward", fails)
+    with pytest.raises(MemoryError, match="no room"):
+        spawn(lambda comm: distributed.attention(X, X, X, comm=comm), ranks=3)
+
+
+def test_spawn_checks_its_arguments():
+    for options in ({"ranks": 0}, {"ranks": "2"}, {"ranks": 2, "devices": [0]}):
+        with pytest.raises(ArgumentError, match="ranks is"):
+            spawn(print, **options)
+
+
+def test_errors_pickle():
+    import pickle
+
+    error = DistributedError("scale differs", {0: "1", 1: "2"})
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.ranks) == (str(error), error.ranks) and "rank 1: 2" in str(error)

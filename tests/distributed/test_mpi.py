@@ -1,0 +1,89 @@
+"""Ranks that mpiexec has started, and what becomes of them when one fails."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cuattn.distributed import DistributedError, connect, mpi
+
+ROOT = Path(__file__).resolve().parents[2]
+MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+def launch(ranks, what):
+    """Run a function of `tests.distributed.program` on some ranks; return exit status, output and seconds."""
+    pytest.importorskip("mpi4py")
+    if MPIEXEC is None:
+        pytest.skip("needs mpiexec")
+    command = [MPIEXEC, "-n", str(ranks), sys.executable, "-m", "tests.distributed.program", what]
+    begin, env = time.monotonic(), {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=60)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_calls(ranks):
+    status, output, _ = launch(ranks, "calls")
+    assert status == 0, output
+    assert output.count("done") == ranks
+
+
+def test_disagreement():
+    status, output, _ = launch(3, "disagree")
+    assert status == 0, output
+
+
+@pytest.mark.parametrize(("what", "says"), [("killed", ""), ("raises", "what a program has got wrong"), ("late", "")])
+def test_a_rank_that_fails_ends_the_job(what, says):
+    status, output, seconds = launch(2, what)
+    assert status != 0 and "done" not in output and "AssertionError" not in output, output
+    assert says in output and seconds < 30
+
+
+def test_a_launcher_of_another_mpi_is_told(monkeypatch):
+    pytest.importorskip("mpi4py")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    if mpi.launched() != 4:
+        pytest.skip("under a launcher")
+    code = "from cuattn.distributed import connect; connect()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ)
+    assert "the launcher has started 4 ranks, and mpi4py's MPI knows 1" in done.stderr
+
+
+def test_a_launcher_without_mpi4py_is_told(monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(DistributedError, match=r'pip install "cuattn\[mpi\]"'):
+        connect()
+
+
+def test_alone_mpi_is_not_imported():
+    code = "import sys, cuattn.distributed as d; assert d.connect().size == 1; assert 'mpi4py' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_process_group_of_torch():
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_available():
+        pytest.skip("without torch.distributed")
+    code = """
+import os, sys, torch, numpy as np
+from cuattn import distributed
+from tests.distributed import program
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+comm = distributed.connect(torch.distributed.group.WORLD)
+program.calls(comm)
+torch.distributed.destroy_process_group()
+"""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", code, f"{folder}/store", str(rank)], cwd=ROOT) for rank in (0, 1)
+        ]
+        assert [rank.wait(60) for rank in ranks] == [0, 0]

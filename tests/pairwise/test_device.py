@@ -1,0 +1,58 @@
+"""The kernels of pairs: how they are launched, and what they compile to."""
+
+import numpy as np
+import pytest
+
+from cuattn.cuda import compile as compiler
+from cuattn.cuda import source
+from cuattn.pairwise import device
+from cuattn.pairwise.functions import FUNCTIONS
+from cuattn.pairwise.pairs import Wanted
+from tests.cuda.nvrtc import kernel_resources
+
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+LOGS = np.zeros(1)
+CASES = {
+    "matvec": (F32, "gaussian", 3, 1, Wanted(sums=True)),
+    "softmin": (F32, "gaussian", 3, 0, Wanted(logs=True)),
+    "gradient": (F32, "matern52", 8, 8, Wanted(slopes=True, sums=True)),
+    "softmin gradient": (F32, "gaussian", 3, 1, Wanted(row_log=LOGS, key_log=LOGS, slopes=True, sums=True)),
+    "float64": (F64, "laplacian", 8, 8, Wanted(slopes=True, sums=True)),
+}
+
+
+def constants(case):
+    dtype, function, dim, columns, wanted = CASES[case]
+    return tuple(device.constants_of(dtype, FUNCTIONS[function].number, dim, columns, wanted).items())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_spills(case, arch):
+    if arch != "sm_90" and case != "gradient":
+        pytest.skip("one of each is enough elsewhere")
+    (used,) = kernel_resources("pairwise/rows.cu", constants(case), arch).values()
+    assert (used.stack, used.spill_stores) == (0, 0)
+
+
+def test_arguments_are_mirrored():
+    text = source.build("pairwise/rows.cu", dict(constants("matvec")))
+    checks = [f"static_assert(sizeof(PairwiseParams) == {device.PARAMS.itemsize});"]
+    for name in device.PARAMS.names:
+        offset = device.PARAMS.fields[name][1]
+        checks.append(f"static_assert(__builtin_offsetof(PairwiseParams, {name}) == {offset});")
+    compiler.compile_log(text + "\n".join(checks), "sm_90")
+
+
+def test_functions_have_the_kernels_numbers():
+    text = source.flatten("pairwise/functions.cuh")
+    assert "enum Function { " + ", ".join(FUNCTIONS) + " };" in text
+    assert [function.number for function in FUNCTIONS.values()] == list(range(len(FUNCTIONS)))
+
+
+@pytest.mark.parametrize("row_blocks", [1, 3, 100, 196, 977, 5000])
+def test_blocks_fill_waves(row_blocks):
+    parts = device.parts_of(row_blocks, 10**6, 132)
+    waves = row_blocks * parts / (132 * 6)
+    assert parts == 1 or parts == 32 or waves / np.ceil(waves) >= 0.9
+    assert device.parts_of(row_blocks, 100, 132) == 1

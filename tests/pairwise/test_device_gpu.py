@@ -1,0 +1,93 @@
+"""Sums over pairs on a GPU against the textbook's in float64."""
+
+import numpy as np
+import pytest
+
+from cuattn import masks, pairwise
+from cuattn.masks.device import is_device_array
+from tests.pairwise.textbook import KERNELS, Problem
+
+pytestmark = pytest.mark.gpu
+
+
+def up(*arrays):
+    import cupy
+
+    return [cupy.asarray(array) for array in arrays]
+
+
+def check(found, exact, plain, slack):
+    """Hold a result to twice the direct error in its precision, with some units of its sums' size."""
+    assert is_device_array(found)
+    exact, plain = np.asarray(exact, np.float64), np.asarray(plain, np.float64)
+    error, direct = np.abs(found.get() - exact).max(initial=0), np.abs(plain - exact).max(initial=0)
+    assert error <= 2 * direct + slack * np.finfo(found.dtype).eps * np.abs(exact).max(initial=0), (error, direct)
+
+
+@pytest.mark.parametrize("given", [np.float32, np.float64])
+@pytest.mark.parametrize(("kernel", "d", "p", "batch"), [(k, 3, 1, ()) for k in KERNELS] + [("gaussian", 8, 11, (2,))])
+def test_products_and_gradients(given, kernel, d, p, batch):
+    problem = Problem(d, p, 300, 1500, 10.0, given, batch)
+    x, y, b, da = up(problem.x, problem.y, problem.b, problem.da)
+    options = dict(bandwidth=1.1, kernel_function=kernel)
+    wide = np.float64 if given == np.float32 else np.longdouble
+    check(pairwise.matvec(x, y, b, **options), *(problem.matvec(t, kernel, 1.1) for t in (wide, given)), 2)
+    found = pairwise.matvec_backward(da, x, y, b, **options)
+    for own, *others in zip(found, *(problem.matvec_backward(t, kernel, 1.1) for t in (wide, given)), strict=True):
+        check(own, *others, 40)
+
+
+@pytest.mark.parametrize("given", [np.float32, np.float64])
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+@pytest.mark.parametrize("d", [3, 11])
+def test_logarithms(given, spread, d):
+    problem = Problem(d, 1, 300, 1500, spread, given)
+    x, y, h, df = up(problem.x, problem.y, problem.h, problem.df)
+    wide = np.float64 if given == np.float32 else np.longdouble
+    precision = "float64" if d > 8 else None
+    exact, plain = (problem.weights(t, 0.5)[0] for t in (wide, given))
+    check(pairwise.softmin(x, y, h, eps=0.5, precision=precision), exact, plain, 4)
+    (f,) = up(exact.astype(given))
+    found = pairwise.softmin_backward(df, x, y, h, f, eps=0.5, precision=precision)
+    magnitude = 2 * np.abs(exact).max() / 0.5  # of exponents, whose rounding f has
+    for own, *others in zip(found, *(problem.softmin_backward(t, 0.5) for t in (wide, given)), strict=True):
+        check(own, *others, 40 + magnitude)
+
+
+@pytest.mark.parametrize("spread", [1, 10, 100])
+def test_few_coordinates_are_as_good_as_differences(spread):
+    problem = Problem(3, 1, 300, 3000, spread)
+    problem.b = np.abs(problem.b)
+    exact, plain = (problem.matvec(t)[:150] for t in (np.float64, np.float32))
+    found = pairwise.matvec(*up(problem.x, problem.y, problem.b), bandwidth=1.0)[:150].get()
+    assert np.abs(found / exact - 1).max() <= 2 * np.abs(plain / exact - 1).max() + np.finfo(np.float32).eps
+
+
+def test_masks_scales_on_the_device_and_graphs():
+    import cupy
+
+    problem = Problem(3, 2, 200, 200)
+    x, y, b, h = up(problem.x, problem.y, problem.b, problem.h)
+    visible = np.tril(np.ones((200, 200), bool))
+    exact = problem.matvec(np.float64, visible=visible)
+    for options in (dict(mask=masks.causal(200)), dict(mask=cupy.asarray(visible)), dict(window=(None, 0))):
+        check(pairwise.matvec(x, y, b, bandwidth=cupy.asarray(1.0), **options), exact, exact, 8)
+    call = lambda: (pairwise.matvec(x, y, b, bandwidth=1.0), pairwise.softmin(x, y, h, eps=cupy.asarray(0.5)))  # noqa: E731
+    expected = [array.get() for array in call()]
+    assert np.array_equal(expected[1], pairwise.softmin(x, y, h, eps=0.5).get())
+    assert all(np.array_equal(one, two.get()) for one, two in zip(expected, call(), strict=True))
+
+
+def test_sinkhorn_and_operators():
+    from cupyx.scipy.sparse.linalg import cg
+
+    problem = Problem(3, 1, 200, 300)
+    x, y, df = up(problem.x, problem.y, problem.df)
+    here = pairwise.sinkhorn(problem.x, problem.y, eps=0.5, tol=1e-4)
+    there = pairwise.sinkhorn(x, y, eps=0.5, tol=1e-4)
+    np.testing.assert_allclose(float(there.cost), float(here.cost), rtol=1e-5)
+    np.testing.assert_allclose(there.barycentric_map().get(), here.barycentric_map(), atol=1e-4)
+    np.testing.assert_allclose(there.gradient()[1].get(), here.gradient()[1], atol=1e-6)
+    operator = pairwise.linear_operator(x, x, bandwidth=1.0, ridge=1.0)
+    solution, _ = cg(operator, df, tol=1e-5)
+    np.testing.assert_allclose((operator @ solution).get(), problem.df, atol=1e-3)
