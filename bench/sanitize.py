@@ -127,7 +127,7 @@ IN_ONE_DTYPE = (
     feature(batch=2, n_queries=300, n_keys=270, mask="function", score="keys"),
     feature(d=256, kv_heads=1, **SMALL, mask="function", window=(90, 30, "top_left")),
 )
-TANGENTS = (  # in every dtype of the portable kernels: jvp, the gradients with their tangents, a double backward
+TANGENTS = (  # in every dtype: jvp, the gradients with their tangents, a double backward
     feature(d=80, n_queries=150, n_keys=170, is_causal="bottom_right", softcap=4.0),
     feature(d=128, heads=4, kv_heads=2, n_queries=150, n_keys=170, mask="hostile", dropout_p=0.1),
     feature(dv=40, batch=2, n_queries=70, n_keys=150, bias="1h1j", mask="seen", window=(30, 20, "top_left")),
@@ -214,9 +214,8 @@ def problems(kernels=("sm90", "sm80")):
             some = FEATURES[: len(FEATURES) // 4 if dtype is np.float16 else None]
             found += [Problem(kernel, dtype, *of) for of in some]
         found += [Problem(kernel, dtypes[n % len(dtypes)], *of) for n, of in enumerate(IN_ONE_DTYPE)]
-    if "sm80" in kernels:
         operations = "jvp", "backward_jvp", "double_backward"
-        found += [Problem("sm80", dtype, *of, operations) for of in TANGENTS for dtype in DTYPES["sm80"]]
+        found += [Problem(kernel, dtype, *of, operations) for of in TANGENTS for dtype in dtypes]
     return found
 
 

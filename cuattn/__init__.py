@@ -11,6 +11,9 @@ Examples
 (8, 128, 64)
 """
 
+import importlib
+from typing import Any
+
 from cuattn import errors, masks
 from cuattn.api import attention, backward, forward, merge, plan
 from cuattn.derivatives import backward_jvp, double_backward, jvp
@@ -59,3 +62,15 @@ __all__ = [
     "merge",
     "plan",
 ]
+
+_WRAPPERS = {"distributed", "jax", "pairwise", "sklearn", "torch", "transformers"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is about another library when it is first asked for."""
+    if name not in _WRAPPERS:
+        raise AttributeError(f"module 'cuattn' has no attribute {name!r}")
+    try:
+        return importlib.import_module(f"cuattn.{name}")
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"cuattn.{name} cannot be imported: {error}") from error

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cuattn import interop
-from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, shown
+from cuattn.errors import ArgumentError, DtypeError, UnsupportedError, expect_no_tracing, shown
 from cuattn.interop import Outputs
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import band_of_runs
@@ -181,22 +181,17 @@ def compute(call: Call) -> tuple[list[Any], Any]:
     """
     if "torch._dynamo" not in sys.modules:
         return _run(call)
-    is_compiling, callback, opaque = _compiler()
-    if is_compiling():
-        raise UnsupportedError(
-            "q, k, v are being traced by torch.compile, and cuattn runs on real memory alone; call it through "
-            "torch.compiler.disable(cuattn.attention), or without fullgraph=True"
-        )
+    expect_no_tracing()
+    callback, opaque = _compiler()
     return _run(call) if callback() is None else opaque(call)
 
 
 @lru_cache(maxsize=1)
-def _compiler() -> tuple[Any, Any, Any]:
-    """Return what tells whether PyTorch's compiler traces, what looks at frames for it, and `_run` unseen by it."""
-    torch, dynamo = sys.modules["torch"], sys.modules["torch._dynamo"]
-    frames = getattr(torch._C._dynamo, "eval_frame", None)  # private; `disable` asks it, too, and takes longer
+def _compiler() -> tuple[Any, Any]:
+    """Return what tells what looks at frames for PyTorch's compiler, and `_run` unseen by it."""
+    frames = getattr(sys.modules["torch"]._C._dynamo, "eval_frame", None)  # private; `disable` asks it, too
     callback = getattr(frames, "get_eval_frame_callback", object)
-    return torch.compiler.is_compiling, callback, dynamo.disable(_run)
+    return callback, sys.modules["torch._dynamo"].disable(_run)
 
 
 def _run(call: Call) -> tuple[list[Any], Any]:

@@ -8,6 +8,7 @@ argument, its value and what was expected.
 import math
 import operator
 import reprlib
+import sys
 from numbers import Real
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "as_real",
     "expect_array",
     "expect_dtype",
+    "expect_no_tracing",
     "shown",
 ]
 
@@ -56,6 +58,36 @@ class UnsupportedError(CuattnError, NotImplementedError):
 class CompileError(CuattnError, RuntimeError):
     """A CUDA kernel could not be compiled or loaded; the message holds the compiler's log."""
 
+
+def expect_no_tracing() -> None:
+    """Refuse to be traced by PyTorch's compiler, and keep it from looking into this package from then on.
+
+    It would trace what NumPy does as if arrays were tensors.  Refused, it calls the caller's function as it is.
+
+    Raises
+    ------
+    UnsupportedError
+        When the compiler is tracing.
+
+    Examples
+    --------
+    >>> expect_no_tracing()
+    """
+    if "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
+        _keep_compiler_out()
+        raise UnsupportedError(
+            "torch.compile is tracing a function of cuattn, which runs on real memory alone: call it outside, or "
+            "compile without fullgraph=True; cuattn.torch.attention goes into a graph"
+        )
+
+
+def _keep_compiler_out() -> None:
+    for room in _OPAQUE:
+        sys.modules["torch._dynamo"].trace_rules.add(f"cuattn.{room}")
+
+
+vars(_keep_compiler_out)["_dynamo_marked_constant"] = True  # it is run: torch.compiler.assume_constant_result
+_OPAQUE = ("api", "derivatives", "dispatch", "interop", "masks", "problem", "scoring", "tracing")
 
 _WRITER = reprlib.Repr()
 _WRITER.maxtuple = _WRITER.maxlist = _WRITER.maxdict = 10

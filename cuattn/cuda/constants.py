@@ -139,6 +139,8 @@ def problem_constants(problem: Problem) -> Constants:
         "band_right": band is not None and band.right is not None,
         "tf32": problem.precision == "tf32",
         "mask": sum(half.code for half in halves(problem)),
+        "moves": problem.moves,
+        **{f"t{name}": name in problem.tangents for name in ("q", "k", "v", "bias")},
     }
 
 

@@ -39,6 +39,7 @@ FAMILIES = {
         {
             "forward": sm90.Forward,
             "backward": sm90.Backward,
+            "jvp": sm90.Jvp,
             "backward_jvp": sm90.BackwardJvp,
             "double_backward": sm90.DoubleBackward,
         },

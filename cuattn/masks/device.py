@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.errors import UnsupportedError
+from cuattn.errors import UnsupportedError, expect_no_tracing
 
 _CUDA_DEVICE_TYPES = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 
 
 def is_device_array(value: Any) -> bool:
     """Tell whether `value` is an array in GPU memory, whichever library made it."""
+    expect_no_tracing()
     locate = getattr(value, "__dlpack_device__", None)
     if locate is not None:
         return int(locate()[0]) in _CUDA_DEVICE_TYPES

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from cuattn.errors import DtypeError, MaskError
+from cuattn.errors import DtypeError, MaskError, expect_no_tracing
 from cuattn.masks import checks
 from cuattn.masks.device import Ready, current_stream, load_cupy, namespace, there, upload
 from cuattn.masks.runs import Reach
@@ -37,6 +37,7 @@ class Immutable(ABC):
 
     def _settle(self, array: Any, *parameters: Any, **known: Any) -> None:
         """Freeze the mask around a trusted array, which it takes over, its parameters and what else is known of it."""
+        expect_no_tracing()
         if isinstance(array, np.ndarray):
             array.setflags(write=False)
         elif array is not None and "_ready" not in known:

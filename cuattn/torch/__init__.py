@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 
-import cuattn
 from cuattn.errors import ArgumentError, DtypeError
 from cuattn.interop import type_name
-from cuattn.rng import threshold
-from cuattn.torch.autograd import Attention, Recorded, transforms
-from cuattn.torch.core import Call, state_of
+from cuattn.torch import eager, operators  # noqa: F401 (PyTorch knows operators from now on)
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
@@ -41,12 +38,14 @@ def attention(
     ----------
     q, k, v : Tensor
         Queries (..., Hq, Nq, d), keys (..., Hkv, Nk, d) and values (..., Hkv, Nk, dv), on the CPU or a GPU.
-    mask, bias, is_causal, window, scale, softcap, enable_gqa, score, score_args : optional
-        As :func:`cuattn.attention` takes them.  The bias and the tensors of floats in `score_args` are differentiated,
-        too; a tensor that `score` captures is constant.
+    mask, bias, is_causal, window, scale, softcap : optional
+        As :func:`cuattn.attention` takes them; a mask may be a boolean tensor.  A bias is differentiated, too.
     dropout_p : float, default 0
         Probability of dropping each attention weight.  The seed is drawn from PyTorch's default generator, so that
         ``torch.manual_seed`` sets it and activation checkpointing draws the same again.
+    enable_gqa, score, score_args : optional
+        As :func:`cuattn.attention` takes them.  The tensors of floats in `score_args` are differentiated, too; one that
+        `score` captures is constant.
     deterministic : bool, optional
         Make gradients bitwise reproducible; by default as ``torch.use_deterministic_algorithms`` says when they are
         computed.
@@ -97,21 +96,12 @@ def attention(
         "dropout_p": dropout_p,
         "enable_gqa": enable_gqa,
     }
-    tensors = (q, k, v, bias, *score_args)
-    differentiated = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
-    transformed = transforms()
-    seed = _seed(q) if dropout_p and threshold(dropout_p) else None
-    if not differentiated and not transformed:
-        keywords = dict(options, mask=mask, bias=bias, score=score, score_args=score_args, rng=state_of(seed))
-        if not return_lse:
-            return cuattn.attention(q, k, v, **keywords)
-        o, l, m, _ = cuattn.forward(q, k, v, **keywords)
-    else:
-        array = mask if isinstance(mask, torch.Tensor) else None
-        call = Call(options, None if array is not None else mask, score, score_args, deterministic)
-        scores = [x for x in score_args if isinstance(x, torch.Tensor)]
-        o, l, m = (Attention if transformed else Recorded).apply(call, q, k, v, bias, array, seed, *scores)
-    return (o, m + l.log()) if return_lse else o
+    run = eager.attention
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        from cuattn.torch import compiled
+
+        run = compiled.attention
+    return run(q, k, v, options, mask, bias, score, score_args, deterministic, return_lse)
 
 
 def scaled_dot_product_attention(
@@ -131,7 +121,8 @@ def scaled_dot_product_attention(
     query, key, value : Tensor
         As :func:`attention`'s q, k, v.
     attn_mask : Tensor, optional
-        Of booleans, True where a key takes part; or of floats, which are added to the scores.
+        Of booleans, True where a key takes part; of floats, which are added to the scores; or a
+        ``torch.nn.attention.bias.CausalBias``.
     dropout_p : float, default 0
         As :func:`attention`'s.
     is_causal : bool, default False
@@ -164,6 +155,10 @@ def scaled_dot_product_attention(
     """
     if is_causal and attn_mask is not None:
         raise ArgumentError("attn_mask is given and is_causal is True; expected one of them")
+    align: str | bool = "top_left" if is_causal else False
+    corner = getattr(attn_mask, "variant", None)  # of torch.nn.attention.bias.CausalBias
+    if corner is not None:
+        attn_mask, align = None, "top_left" if corner.name == "UPPER_LEFT" else "bottom_right"
     mask = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
     return attention(
         query,
@@ -171,7 +166,7 @@ def scaled_dot_product_attention(
         value,
         mask=mask,
         bias=attn_mask if mask is None else None,
-        is_causal="top_left" if is_causal else False,
+        is_causal=align,
         scale=scale,
         dropout_p=dropout_p,
         enable_gqa=enable_gqa,
@@ -188,10 +183,3 @@ def _cast(*tensors: Any) -> list[Any]:
         x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in tensors
     ]
-
-
-def _seed(q: Any) -> torch.Tensor:
-    """Return a seed from PyTorch's generator: on the host, or on the GPU where a graph is captured, to be replayed."""
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return torch.randint(2**32, (), device=q.device)
-    return torch.randint(2**63 - 1, ())

@@ -15,6 +15,7 @@ l is constant to all of them, and m stands for lse, so that ``m + log(l)`` has t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ _GRADIENTS = ("q", "k", "v", "bias")
 def transforms() -> bool:
     """Whether transforms of torch.func are at work, or tensors may carry tangents."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def innermost() -> str | None:
+    """Return what the innermost transform of torch.func is."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return None if interpreter is None else interpreter.key().name
 
 
 class _Operation(Function):
@@ -60,21 +67,15 @@ class _Operation(Function):
     @classmethod
     def vmap(cls, info: Any, dims: Any, call: Any, *tensors: Any) -> tuple[Tensors, int]:
         """Apply it to each element of an axis."""
-        return batched(cls.apply, cls.inputs, cls.outputs, info.batch_size, dims[1:], call, tensors), 0
+        apply = functools.partial(cls.apply, call)
+        return batched(apply, cls.inputs, cls.outputs, call.counts, info.batch_size, dims[1:], tensors), 0
 
 
 class _Differentiated:
     """The derivatives of attention."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.call, *tensors = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output, *tensors)
-
-    @staticmethod
-    def backward(ctx: Any, do: Any, _: Any, dlse: Any) -> Tensors:
+    def backward(ctx: Any, do: Any, _: Any = None, dlse: Any = None) -> Tensors:
         o, l, m, *x = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         plain = not (torch.is_grad_enabled() or transforms())
@@ -82,17 +83,35 @@ class _Differentiated:
         return None, *spread(gradients, x[3], x[6:])
 
 
-class Recorded(_Differentiated, Function):
-    """Attention without transforms; its ``apply`` takes a third of the time."""
+def _keep(ctx: Any, inputs: Tensors, output: Tensors) -> None:
+    """Keep what the derivatives of o and m need."""
+    ctx.call, *tensors = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *tensors)
+
+
+class Output(_Differentiated, Function):
+    """o alone, without transforms, which takes a fifth of the time of :class:`Attention`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        """Return o."""
+        ctx.call, *tensors = inputs
+        output = core.forward(*inputs)
+        ctx.save_for_backward(*output, *tensors)
+        return output[0]
+
+
+class Statistics(_Differentiated, Function):
+    """o, l and m, without transforms."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensors:
-        """Return o, l, m."""
+        """Return o, l and m."""
         output = core.forward(*inputs)
-        _Differentiated.setup_context(ctx, inputs, output)
+        _keep(ctx, inputs, output)
         return output
-
-    setup_context = Function.setup_context
 
 
 class Attention(_Differentiated, _Operation):
@@ -103,12 +122,12 @@ class Attention(_Differentiated, _Operation):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _Differentiated.setup_context(ctx, inputs, output)
+        _keep(ctx, inputs, output)
         ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Tensors:
-        *_, to, tlse = Jvp.apply(ctx.call, *_of_operands(tangents), *ctx.saved_tensors)
+        *_, to, tlse = Jvp.apply(ctx.call, *of_operands(tangents), *ctx.saved_tensors)
         return to, None, tlse
 
 
@@ -128,7 +147,7 @@ class Backward(_Operation):
     @staticmethod
     def jvp(ctx: Any, _: Any, tdo: Any, tdlse: Any, *rest: Any) -> Tensors:
         do, dlse, _, _, _, *x = ctx.saved_tensors
-        found = BackwardJvp.apply(ctx.call, do, dlse, tdo, tdlse, *_of_operands(rest[3:]), *x)
+        found = BackwardJvp.apply(ctx.call, do, dlse, tdo, tdlse, *of_operands(rest[3:]), *x)
         return found[len(found) // 2 :]
 
 
@@ -149,7 +168,7 @@ class Jvp(_Operation):
         found = BackwardJvp.apply(ctx.call, dto, dtlse, do, dlse, *tangents, *x)
         half = len(found) // 2
         by_tangents, by_operands = (spread(part, x[3], x[6:]) for part in (found[:half], found[half:]))
-        given = zip(_of_operands(by_tangents), tangents, strict=True)
+        given = zip(of_operands(by_tangents), tangents, strict=True)
         return None, *[None if t is None else gradient for gradient, t in given], *by_operands
 
 
@@ -175,11 +194,15 @@ class DoubleBackward(_Last):
     forward = staticmethod(core.double_backward)
 
 
-def _of_operands(tangents: Tensors) -> Tensors:
+def of_operands(tangents: Tensors) -> Tensors:
     """Return tangents without those of mask and seed, which have none."""
     return *tangents[:4], *tangents[6:]
 
 
 def _by_operand(cotangents: Tensors, x: Any) -> Tensors:
     """Return the cotangents of gradients, which are there or not, in the order of tangents."""
-    return _of_operands(spread(cotangents, x[3], x[6:]))
+    return of_operands(spread(cotangents, x[3], x[6:]))
+
+
+# What ``apply`` does after it has asked about transforms.
+record_output, record_statistics = super(Function, Output).apply, super(Function, Statistics).apply

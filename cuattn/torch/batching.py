@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from cuattn.torch.core import Call, Tensors
+from cuattn.torch.core import Tensors
 
 _OF_ROWS = ("l", "m", "dlse", "tlse", "tdlse")
 
 
 def batched(
-    apply: Callable[..., Tensors],
+    apply: Callable[..., Sequence[Any]],
     inputs: Sequence[str],
     outputs: Sequence[str],
+    counts: bool,
     size: int,
     dims: Sequence[int | None],
-    call: Call,
     tensors: Sequence[Any],
 ) -> Tensors:
     """Apply a function to each element of an axis of some of its tensors.
@@ -26,16 +26,17 @@ def batched(
     Parameters
     ----------
     apply : callable
-        Of the call and the tensors.
+        Of the tensors.
     inputs : sequence of str
         Names of the tensors but those among score_args, which come last.
     outputs : sequence of str
         Of what it returns: an operand's name of the gradient by that, of which there is one if the operand is there.
+    counts : bool
+        Whether the function depends on which of the leading axes' elements is which.
     size : int
         Length of the axis.
     dims : sequence of int or None
         Where each tensor has the axis.
-    call : Call
     tensors : sequence of tensor or None
 
     Returns
@@ -49,8 +50,8 @@ def batched(
     what is wanted of a seed that has the axis (``randomness="different"``).
     """
     named, axes = dict(zip(inputs, tensors, strict=False)), dict(zip(inputs, dims, strict=False))
-    if call.counts or (named["seed"] is not None and axes["seed"] is None):
-        return _one_by_one(apply, size, dims, call, tensors)
+    if counts or (named["seed"] is not None and axes["seed"] is None):
+        return _one_by_one(apply, size, dims, tensors)
     shapes = {name: _without(x.shape, axes[name]) for name, x in named.items() if x is not None}
     rank = max(3, *(len(shapes[name]) for name in "qkv"))
     lone = max(len(shapes[name]) for name in "qkv") == 2
@@ -58,19 +59,19 @@ def batched(
         None if x is None else _folded(name, x, axes[name], shapes[name], size, rank) for name, x in named.items()
     ]
     present = [name for name in outputs if name not in named or name in shapes]
-    results = zip(present, apply(call, *folded), strict=True)
+    results = zip(present, apply(*folded), strict=True)
     return tuple([
         x.reshape(size, *shapes[name]) if name in shapes else x.squeeze(1) if lone else x for name, x in results
     ])  # fmt: skip
 
 
 def _one_by_one(
-    apply: Callable[..., Tensors], size: int, dims: Sequence[int | None], call: Call, tensors: Sequence[Any]
+    apply: Callable[..., Sequence[Any]], size: int, dims: Sequence[int | None], tensors: Sequence[Any]
 ) -> Tensors:
     results = []
     for n in range(size):
         chosen = [x if dim is None else x.select(dim, n) for x, dim in zip(tensors, dims, strict=True)]
-        results.append(apply(call, *chosen))
+        results.append(apply(*chosen))
     return tuple(map(torch.stack, zip(*results, strict=True)))
 
 

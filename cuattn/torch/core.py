@@ -18,6 +18,8 @@ from cuattn.rng import RNGState
 
 Tensors = tuple[Any, ...]
 
+_TENSOR = object()  # stands for a tensor in score_args, which autograd keeps
+
 
 class Call:
     """What is no tensor in a call.
@@ -39,9 +41,11 @@ class Call:
     def __init__(
         self, options: dict[str, Any], mask: Any, score: Any, score_args: Sequence[Any], deterministic: bool | None
     ) -> None:
-        self.options, self.mask, self.score, self._args = options, mask, score, score_args
-        self._deterministic = deterministic
-        self.n_scores = sum(isinstance(x, torch.Tensor) for x in score_args) if score_args else 0
+        self.options, self.mask, self.score, self._deterministic = options, mask, score, deterministic
+        self._args, self.n_scores = (), 0
+        if score_args:
+            self._args = [_TENSOR if isinstance(x, torch.Tensor) else x for x in score_args]
+            self.n_scores = sum(x is _TENSOR for x in self._args)
 
     @property
     def counts(self) -> bool:
@@ -73,12 +77,12 @@ class Call:
 
     def _filled(self, tensors: Tensors, numbers: bool = False) -> tuple:
         rest = iter(tensors)
-        return tuple([next(rest) if isinstance(x, torch.Tensor) else x if numbers else None for x in self._args])
+        return tuple([next(rest) if x is _TENSOR else x if numbers else None for x in self._args])
 
 
 def forward(call: Call, q: Any, k: Any, v: Any, bias: Any, mask: Any, seed: Any, *scores: Any) -> Tensors:
     """Return o, l, m."""
-    return tuple(cuattn.forward(q, k, v, rng=state_of(seed), **call.keywords(bias, mask, scores))[:3])
+    return cuattn.forward(q, k, v, rng=state_of(seed), **call.keywords(bias, mask, scores))[:3]
 
 
 def backward(

@@ -194,6 +194,8 @@ struct Consumer {
                 ptx::wgmma_wait<1>();
                 add_dq(step.number * streamed, step.head);
             }
+            if constexpr (cfg::drain > 0) ptx::wgmma_wait<0>();
+            if constexpr (cfg::drain > 1) ptx::barrier_sync(crossing_barrier, 128 * warpgroups);
             before = stage;
             slot.advance();
             row_offset += p.splits;

@@ -8,31 +8,6 @@
 #include "sm90/fwd_planner.cuh"
 #include "sm90/fwd_producer.cuh"
 
-namespace sm90::fwd {
-
-__device__ __forceinline__ void init_barriers(const Shared& shared) {
-    constexpr u32 warps = 4 * warpgroups;
-    for (int stage = 0; stage < cfg::q_stages; ++stage) {
-        ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
-        // Freed by all threads, who read the announcement, when the output is stored or the last scores are there.
-        ptx::mbarrier_init(shared.barrier(q_empty + stage), 32 * warps);
-    }
-    for (int stage = 0; stage < cfg::stages; ++stage) {
-        ptx::mbarrier_init(shared.barrier(k_full + stage), cfg::bias_keys || cfg::split_score ? 1 + 32 : 1);
-        ptx::mbarrier_init(shared.barrier(k_empty + stage), keys_are_read ? 32 * warps : warps);
-        ptx::mbarrier_init(shared.barrier(v_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
-    }
-    ptx::mbarrier_init(shared.barrier(raw_full), 1);
-    // All lanes write lists, and all read lists and mail.
-    ptx::mbarrier_init(shared.barrier(raw_empty), 32);
-    ptx::mbarrier_init(shared.barrier(list_full), 32);
-    ptx::mbarrier_init(shared.barrier(list_empty), 32);
-    ptx::mbarrier_init_fence();
-}
-
-}  // namespace sm90::fwd
-
 // The map of a bias that comes in tiles is an argument of the kernel in sm90/fwd_bias.cu, which is this one else.
 #ifndef BIAS_ARGUMENT
 #define BIAS_ARGUMENT
@@ -63,10 +38,10 @@ attention_forward(const __grid_constant__ Params p, const __grid_constant__ ptx:
     if (warp < 4) {
         ptx::registers_release<producer_registers>();
         if (warp == 0) {
-            Producer producer{p, k_map, v_map, bias_map, shared, threadIdx.x};
+            Producer<> producer{p, k_map, v_map, bias_map, shared, threadIdx.x};
             producer.run();
         } else if (warp == 1) {
-            Planner planner{p, q_map, shared, threadIdx.x % 32};
+            Planner<> planner{p, q_map, shared, threadIdx.x % 32};
             planner.run();
         } else if (warp == 2 && may_hide_keys) {
             clean(p, shared);

@@ -18,7 +18,6 @@ constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
 constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind which that is
 constexpr bool completes = adds_bias || (cfg::score && !cfg::split_score);  // what comes between products and scores is more than a scale or softcap
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
-constexpr u32 ping_pong_barrier = 1;              // + warpgroup
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
 
@@ -64,27 +63,11 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         k.advance();
     }
 
-    __device__ __forceinline__ void await_ping_pong() const { ptx::barrier_sync(ping_pong_barrier + warpgroup, 256); }
-
-    __device__ __forceinline__ void pass_ping_pong() const {
-        ptx::barrier_arrive(ping_pong_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
-    }
-
     // Looks for the next keys during the exponentials, so that nobody waits for the answer behind them.
     __device__ __forceinline__ void look_for_keys(int block) {
         constexpr int when = proceeds_early ? middle / 2 : value_steps / 2;
         if (block == when) arrived = ptx::mbarrier_passed(shared.barrier(k_full + k.stage), k.phase);
         if (later_tiles_vary && block == when + 1 && arrived) next = shared.code(k.stage);
-    }
-
-    __device__ __forceinline__ i32 first_tile() const { return cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
-    __device__ __forceinline__ i32 last_tile() const { return cfg::bias_keys ? work.instance >> 24 : 0; }
-
-    // The tile that follows, or the row's `first`, where all are visited.
-    __device__ __forceinline__ KeyTile count_down(bool first) const {
-        const i32 n = first ? first_tile() : tile.n() - 1;
-        const bool whole = !first || (n + 1) * cfg::block_n <= p.n_keys;
-        return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == last_tile() ? KeyTile::last_bit : 0));
     }
 
     template <bool first = false>
@@ -94,7 +77,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
             ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
             if constexpr (later_tiles_vary) tile = shared.code(k.stage);
         }
-        if constexpr (!later_tiles_vary) tile = count_down(first);
+        if constexpr (!later_tiles_vary) tile = counted_tile(p, first, top_tile(p, work), tile, lowest_tile(work));
         arrived = false;
         agree_on(tile);
         seen = !later_tiles_vary || ordinary() || !uniform(tile.hidden(warpgroup));
@@ -265,10 +248,10 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
 
     // A key tile with nothing to overlap with.  True when the row has no further one.
     __device__ __forceinline__ bool single() {
-        await_ping_pong();
+        await_turn(warpgroup);
         Completion with;
         begin_scores(with);
-        pass_ping_pong();
+        pass_turn(warpgroup);
         with.bias.unpack(0, 1);
         search_behind();
         ptx::wgmma_wait<0>();
@@ -283,9 +266,9 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     // Passes over a hidden key tile.  It takes part in the ping-pong all the same, which counts tiles, and lets the
     // values before it out, if any are pending.  A row's last tile is never hidden.
     __device__ __forceinline__ void pass(bool pending) {
-        await_ping_pong();
+        await_turn(warpgroup);
         if (pending) drain();
-        pass_ping_pong();
+        pass_turn(warpgroup);
         release_keys();
         ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
         release(shared.barrier(v_empty + v.stage));
@@ -295,11 +278,11 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
 
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
     __device__ __forceinline__ bool step() {
-        await_ping_pong();
+        await_turn(warpgroup);
         Completion with;
         begin_scores(with, later_tiles_vary);
         issue_values([&](int step) { with.bias.unpack(step, value_steps); });
-        pass_ping_pong();
+        pass_turn(warpgroup);
         free_output();
         search_behind(later_tiles_vary);
         ptx::wgmma_wait<1>();
@@ -320,7 +303,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     // From one row tile to the next: the last P V of the row tile `before`, whose output leaves under the first scores.
     // True when the new row has one key tile only.
     __device__ __forceinline__ bool cross(const Work& before, Slot<cfg::q_stages> buffer) {
-        await_ping_pong();
+        await_turn(warpgroup);
         // The new row's first tile is its diagonal one, as a rule: what is visible of it is found here.
         if (search_beside && is_cut())
             issue_values([&](int step) { search(step, value_steps); });
@@ -336,7 +319,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
             unroll<output_blocks>([&](int block) { if (block * score_steps / output_blocks == step) write_columns(ending, block); });
             prepare(with, step);
         });
-        pass_ping_pong();
+        pass_turn(warpgroup);
         with.bias.unpack(0, 1);
         finish_ending(ending);
         state.reset();
@@ -405,7 +388,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
             leaving = shared.barrier(q_empty + ending.stage);
             if constexpr (cfg::q_stages == 1) free_output();
         } else {
-            write_float(o, p, ending.of, first);
+            write_float(o, p, p.o, ending.of, first);
         }
         write_statistics(p, ending.of, first, state, ending.sum);
     }
@@ -420,7 +403,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     }
 
     __device__ __forceinline__ void run() {
-        if (warpgroup + 1 == warpgroups) pass_ping_pong();  // the first warpgroup begins
+        if (warpgroup + 1 == warpgroups) pass_turn(warpgroup);  // the first warpgroup begins
         bool some = await_row();
         while (some) {
             state.reset();

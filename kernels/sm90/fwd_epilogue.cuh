@@ -59,12 +59,12 @@ __device__ __forceinline__ void store_output(const ptx::TensorMap& map, u32 tile
 }
 
 // Writes the thread's two rows as they are, without shared memory: four lanes fill a 32-byte sector.
-__device__ __forceinline__ void write_float(const Output& o, const Params& p, const Work& work, i32 row) {
-    float* base = static_cast<float*>(p.o.data) + slice_of(p.o, work.batch, work.head);
+__device__ __forceinline__ void write_float(const Output& o, const Params& p, const Operand& array, const Work& work, i32 row) {
+    float* base = static_cast<float*>(array.data) + slice_of(array, work.batch, work.head);
     unroll<cfg::head_dim_v / 4>([&](int i) {
         const i32 at = row + 8 * (i % 2), column = 8 * (i / 2) + 2 * (threadIdx.x % 4);
         if (is_query(p, at) && column < p.head_dim_v)
-            *reinterpret_cast<float2*>(base + at * p.o.row + column) = make_float2(o[2 * i], o[2 * i + 1]);
+            *reinterpret_cast<float2*>(base + at * array.row + column) = make_float2(o[2 * i], o[2 * i + 1]);
     });
 }
 

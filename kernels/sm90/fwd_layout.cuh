@@ -22,10 +22,12 @@ constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 constexpr bool later_tiles_vary = !unmasked || plain;
 constexpr bool told_bias = cfg::split_bias && later_tiles_vary;  // with tiles comes what their bias asks for; else products always add it
 constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || (cfg::bias_keys && !cfg::split_bias);  // by all threads, in what comes with them
-constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
-constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
-constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
-constexpr int o_bytes = slabs_v * cfg::block_m * row_bytes;
+// A tile's tangent, where there is one, lies behind it; so does the output's.
+constexpr bool has_tangents = cfg::moves || cfg::tv;
+constexpr int q_part = slabs * cfg::block_m * row_bytes, q_bytes = (1 + cfg::tq) * q_part;
+constexpr int k_part = slabs * cfg::block_n * row_bytes, k_bytes = (1 + cfg::tk) * k_part;
+constexpr int v_part = slabs_v * cfg::block_n * row_bytes, v_bytes = (1 + cfg::tv) * v_part;
+constexpr int o_part = slabs_v * cfg::block_m * row_bytes, o_bytes = (1 + has_tangents) * o_part;
 constexpr int bias_slabs = cfg::bias_tiles ? (cfg::block_n + 63) / 64 : 0;
 constexpr int bias_bytes = bias_slabs * cfg::block_m * row_bytes;
 constexpr int cols_bytes = column_masks > 0 ? cfg::block_n * 16 : 0;  // intervals of a partial tile's keys
@@ -128,6 +130,13 @@ struct Mail {  // to the cleaner: which buffer of v, which keys; negative stage:
     i32 stage, n, instance;
 };
 
+// What else comes with queries, keys and values: nothing, or their tangents (sm90/jvp.cu).  `full` counts its bytes.
+struct Alone {
+    __device__ __forceinline__ void load_queries(u32, u32 full, const Work&) const {}
+    __device__ __forceinline__ void load_keys(u32, u32 full, i32 key, i32 head, i32 batch) const {}
+    __device__ __forceinline__ void load_values(u32, u32 full, i32 key, i32 head, i32 batch) const {}
+};
+
 constexpr int work_at = (barriers_at + 8 * barrier_count + 15) / 16 * 16;
 constexpr int list_at = work_at + 16 * cfg::q_stages;
 constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
@@ -156,5 +165,43 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ BiasPlace& bias_of_list() const { return at<BiasPlace>(bias_places_at, 0); }
     __device__ __forceinline__ BiasPlace& bias_of_mail() const { return at<BiasPlace>(bias_places_at, 1); }
 };
+
+__device__ __forceinline__ void init_barriers(const Shared& shared) {
+    constexpr u32 warps = 4 * warpgroups;
+    for (int stage = 0; stage < cfg::q_stages; ++stage) {
+        ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
+        // Freed by all threads, who read the announcement, when the output is stored or the last scores are there.
+        ptx::mbarrier_init(shared.barrier(q_empty + stage), 32 * warps);
+    }
+    for (int stage = 0; stage < cfg::stages; ++stage) {
+        ptx::mbarrier_init(shared.barrier(k_full + stage), cfg::bias_keys || cfg::split_score ? 1 + 32 : 1);
+        ptx::mbarrier_init(shared.barrier(k_empty + stage), keys_are_read ? 32 * warps : warps);
+        ptx::mbarrier_init(shared.barrier(v_full + stage), 1);
+        ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
+    }
+    ptx::mbarrier_init(shared.barrier(raw_full), 1);
+    // All lanes write lists, and all read lists and mail.
+    ptx::mbarrier_init(shared.barrier(raw_empty), 32);
+    ptx::mbarrier_init(shared.barrier(list_full), 32);
+    ptx::mbarrier_init(shared.barrier(list_empty), 32);
+    ptx::mbarrier_init_fence();
+}
+
+constexpr u32 ping_pong_barrier = 1;  // + warpgroup
+
+// Warpgroups take turns at the tensor cores.
+__device__ __forceinline__ void await_turn(u32 warpgroup) { ptx::barrier_sync(ping_pong_barrier + warpgroup, 256); }
+__device__ __forceinline__ void pass_turn(u32 warpgroup) {
+    ptx::barrier_arrive(ping_pong_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
+}
+
+// Where all key tiles of a row are visited: its first one, or that which follows `before`; of `lowest` it has no further one.
+__device__ __forceinline__ i32 top_tile(const Params& p, const Work& work) { return cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
+__device__ __forceinline__ i32 lowest_tile(const Work& work) { return cfg::bias_keys ? work.instance >> 24 : 0; }
+__device__ __forceinline__ KeyTile counted_tile(const Params& p, bool first, i32 top, const KeyTile& before, i32 lowest) {
+    const i32 n = first ? top : before.n() - 1;
+    const bool whole = !first || (n + 1) * cfg::block_n <= p.n_keys;
+    return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == lowest ? KeyTile::last_bit : 0));
+}
 
 }  // namespace sm90::fwd

@@ -122,10 +122,10 @@ __device__ __forceinline__ void hide_keys(Visible& visible, u32 parts) {
 
 constexpr int search_phases = (by_table ? 5 : 1) + function_mask;  // of finding what is visible
 
-__device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
+__device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible, float hidden = minus_infinity()) {
     unroll<2, 32>([&](int r, int bit) {
         const int i = score_of(bit) + 2 * r;
-        if (i < cfg::block_n / 2) s[i] = visible[r] & 1u << bit ? s[i] : minus_infinity();
+        if (i < cfg::block_n / 2) s[i] = visible[r] & 1u << bit ? s[i] : hidden;
     });
 }
 

@@ -6,6 +6,7 @@
 #include "ptx/barrier.cuh"
 #include "sm90/fwd_layout.cuh"
 #include "sm90/hidden.cuh"
+#include "sm90/scores.cuh"
 #include "sm90/tiles.cuh"
 
 namespace sm90::fwd {
@@ -85,6 +86,7 @@ __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i
     return (bits & hidden) == hidden ? KeyTile::none() : KeyTile::make(n, bits);
 }
 
+template <class Beside = Alone>
 struct Planner {
     const Params& p;
     const ptx::TensorMap& q_map;
@@ -92,6 +94,7 @@ struct Planner {
     const u32 lane;
     Slot<1> list;
     Slot<cfg::q_stages> q;
+    Beside beside;
 
     // Tiles are handed out in order by a ticket that returns to 0 by itself after the last one.  Lane 0 alone has it.
     __device__ __forceinline__ i32 draw(i32 total) const {
@@ -130,6 +133,7 @@ struct Planner {
                 ptx::mbarrier_arrive_expect(full, q_bytes);
                 load_tile<cfg::block_m, slabs>(q_map, shared.q(q.stage), full, ptx::evict_first, work.row,
                                                {p.q, work.head, work.batch});
+                beside.load_queries(shared.q(q.stage) + q_part, full, work);
             }
         }
         q.advance();

@@ -5,6 +5,7 @@
 #include "ptx/barrier.cuh"
 #include "sm90/fwd_layout.cuh"
 #include "sm90/hidden.cuh"
+#include "sm90/scores.cuh"
 
 namespace sm90::fwd {
 
@@ -63,6 +64,7 @@ __device__ __forceinline__ i32 store_bias(const Params& p, const LoadedKeyBias& 
     return (uniform(some) ? KeyTile::biased_bit : 0) | (uniform(hides) ? KeyTile::hides_bit | KeyTile::dead_bit : 0);
 }
 
+template <class Beside = Alone>
 struct Producer {
     const Params& p;
     const ptx::TensorMap &k_map, &v_map, &bias_map;
@@ -70,6 +72,7 @@ struct Producer {
     const u32 lane;
     Slot<cfg::stages> k, v;
     Slot<1> list;
+    Beside beside;
     u32 raw_phase = 1;
 
     // With the bias that travels with them; one that is broadcast along rows may leave keys that no row sees.
@@ -130,6 +133,7 @@ struct Producer {
                                                     {p.bias, from.bias.query_head, from.bias.batch}, key);
             load_tile<cfg::block_n, slabs>(k_map, shared.k(k.stage), full, ptx::evict_last, key,
                                            {p.k, from.head, from.batch});
+            beside.load_keys(shared.k(k.stage) + k_part, full, key, from.head, from.batch);
             if (with_cols)
                 ptx::bulk_load(shared.address + cols_at + k.stage * cols_bytes,
                                p.table.cols + static_cast<i64>(from.instance) * p.table.keys_padded + key, cols_bytes,
@@ -163,6 +167,7 @@ struct Producer {
             ptx::mbarrier_arrive_expect(full, v_bytes);
             load_tile<cfg::block_n, slabs_v>(v_map, shared.v(v.stage), full, ptx::evict_last,
                                              from.tile.n() * cfg::block_n, {p.v, from.head, from.batch});
+            beside.load_values(shared.v(v.stage) + v_part, full, from.tile.n() * cfg::block_n, from.head, from.batch);
         }
         v.advance();
     }
@@ -216,7 +221,7 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         for (u32 row = lane; row < cfg::block_n; row += 32) {
             const i32 key = mail.n * cfg::block_n + row;
             if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key) && (!cfg::bias_keys || bias_shows(p, bias, key)))) continue;
-            clear_row<cfg::block_n, slabs_v>(shared.memory + v_at + mail.stage * v_bytes, row);
+            clear_row<cfg::block_n, slabs_v * (1 + cfg::tv)>(shared.memory + v_at + mail.stage * v_bytes, row);
         }
         ptx::async_proxy_fence();
         __syncwarp();

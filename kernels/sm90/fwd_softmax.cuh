@@ -42,8 +42,9 @@ __device__ __forceinline__ void compute_o(Output& o, const Weights& p, u32 v, co
 
 // Exponents are taken relative to a reference that follows the row maximum lazily: it moves only when the maximum has
 // outgrown it by this many powers of two.  Sums and outputs then never need rescaling in most steps, at the price of
-// weights up to 256 instead of 1, which 16-bit floats hold with the same relative accuracy.
-constexpr float slack = 8.0f;
+// weights up to 256 instead of 1, which 16-bit floats hold with the same relative accuracy.  Times a tangent they must stay below float16's largest
+// number, 2^16.
+constexpr float slack = cfg::moves && !is_bfloat16 ? 2.0f : 8.0f;
 
 // From this many powers of two on the reference of a row, rounded, would move its weights by half a rounding of float16 or more.  Such a
 // row is far: its maximum is taken from each of its scores before they are scaled, which is exact at the maximum, and its shift is 0.

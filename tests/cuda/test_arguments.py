@@ -69,7 +69,7 @@ def test_load_bytes_follow_address_and_strides():
 
 def kernel(values, maps=()):
     """Return a launch that is never made."""
-    names, maps = {name: number for number, name in enumerate(("a", "b"))}, dict.fromkeys(maps)
+    names, maps = {name: number for number, name in enumerate(("a", "b"))}, [(name, None) for name in maps]
     slots = {"q.data": "a", "o.data": "b"}
     return Kernel(0, names, "sm80/fwd.cu", "kernel", {}, (1,), 32, PARAMS, values, slots, maps=maps)
 

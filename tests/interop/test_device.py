@@ -11,6 +11,7 @@ import pytest
 
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop import to_backend, torch_tensors
+from cuattn.interop.origin import constructor
 from tests.interop.helpers import BFLOAT16, FLOATS, Producer, library, one
 
 # CUDA, with stand-ins for what a machine without a GPU lacks
@@ -154,6 +155,23 @@ def test_scope_of_cupy_arrays_keeps_the_current_stream(events):
     with origin.scope():
         pass
     assert events == nested(3, "current stream")
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3, 4)])
+def test_arrays_are_made_as_by_their_class(shape):
+    cupy = library("cupy")
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(4096, 4096, None, 0), 0)
+    make = constructor(cupy.ndarray)
+    assert make is not cupy.ndarray
+    cupy.cuda.set_allocator(lambda size: memory)
+    try:
+        found, wanted = (of(shape, BFLOAT16) for of in (make, cupy.ndarray))
+    finally:
+        cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+    for name in ("shape", "dtype", "strides", "size", "nbytes", "base", "_c_contiguous", "_f_contiguous"):
+        assert getattr(found, name) == getattr(wanted, name)
+    assert type(found) is cupy.ndarray and found.data.ptr == memory.ptr
+    assert constructor(type("ndarray", (), {})).__name__ == "ndarray"  # without an inner constructor
 
 
 @pytest.mark.usefixtures("events")

@@ -1,16 +1,43 @@
 """What users of PyTorch expect of a function: gradients of what requires them, seeds, autocast, checkpoints."""
 
+import functools
+import inspect
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import cuattn  # noqa: E402
 from cuattn.errors import ArgumentError, DtypeError, ShapeError  # noqa: E402
 from cuattn.torch import attention, scaled_dot_product_attention  # noqa: E402
+from tests import test_docs  # noqa: E402
+from tests.test_layers import printed  # noqa: E402
 from tests.torch.helpers import double, operands, textbook  # noqa: E402
+
+SIGNATURES = {
+    attention: "(q, k, v, *, mask=None, bias=None, is_causal=False, window=None, scale=None, softcap=None, "
+    "dropout_p=0.0, enable_gqa=False, score=None, score_args=(), deterministic=None, return_lse=False)",
+    scaled_dot_product_attention: "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
+    "enable_gqa=False)",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_signatures_and_docstrings(function):
+    parameters = inspect.signature(function).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == SIGNATURES[function]
+    test_docs.test_docstrings_are_complete(f"cuattn.torch.{function.__name__}")
+
+
+def test_it_is_there_when_it_is_asked_for():
+    code = "import cuattn, sys; assert 'torch' not in sys.modules; print(cuattn.torch.attention.__name__)"
+    assert printed(code + "; assert 'torch._dynamo' not in sys.modules") == "attention"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -110,7 +137,7 @@ def test_determinism_follows_pytorch(monkeypatch):
     assert seen == [False, False, True, True, False, True]
 
 
-@pytest.mark.parametrize("form", ["none", "bool", "float", "causal", "key padding"])
+@pytest.mark.parametrize("form", ["none", "bool", "float", "causal", "key padding", "lower right"])
 def test_sdpa_is_dropped_in(form):
     q, k, v, bias = *operands(), double(2, 1, 5, 6)
     options = {
@@ -118,6 +145,7 @@ def test_sdpa_is_dropped_in(form):
         "bool": {"attn_mask": torch.rand(5, 6) > 0.3},
         "float": {"attn_mask": bias},
         "causal": {"is_causal": True, "scale": 0.3},
+        "lower right": {"attn_mask": causal_lower_right(5, 6)},
         "key padding": {"attn_mask": (torch.arange(6) < 4)[None, None, None]},
     }[form]
     inputs = [q, k, v, *[bias] * (form == "float")]
@@ -127,6 +155,26 @@ def test_sdpa_is_dropped_in(form):
         results.append((o, *torch.autograd.grad(o.sin().sum(), inputs)))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_modes_that_watch_operators_see_it():
+    q, k, v = operands()
+    with FlopCounterMode(display=False) as mode:
+        attention(q, k, v, enable_gqa=True).sum().backward()
+    forward = 2 * 2 * 4 * 5 * 6 * (3 + 2)
+    assert mode.get_total_flops() == forward + 2 * 2 * 4 * 5 * 6 * (3 * 3 + 2 * 2)
+    saved, calls = torch.ops.cuattn.forward.default, []
+    policy = functools.partial(
+        create_selective_checkpoint_contexts,
+        lambda context, op, *_, **__: CheckpointPolicy.MUST_SAVE if op == saved else CheckpointPolicy.PREFER_RECOMPUTE,
+    )
+    kept, cuattn.forward = cuattn.forward, lambda *x, **o: calls.append(1) or kept(*x, **o)
+    try:
+        o = checkpoint(lambda q: attention(q * 2, k, v, enable_gqa=True), q, use_reentrant=False, context_fn=policy)
+        o.sum().backward()
+    finally:
+        cuattn.forward = kept
+    assert len(calls) == 1
 
 
 CAPTURED = torch.ones(6, dtype=torch.float64, requires_grad=True)

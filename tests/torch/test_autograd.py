@@ -163,6 +163,19 @@ def test_forward_mode_of_tensors_with_and_without_grad():
     same(lambda f: lambda: derivatives(f))
 
 
+def test_forward_mode_is_one_pass(monkeypatch):
+    q, k, v = (x.detach() for x in operands())
+    calls = []
+    for name in ("forward", "jvp"):
+        core = getattr(cuattn, name)
+        monkeypatch.setattr(cuattn, name, lambda *x, name=name, core=core, **o: calls.append(name) or core(*x, **o))
+    func.jvp(gqa, (q, k, v), (q, k, v))
+    func.jacfwd(gqa)(q, k, v)
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(gqa(forward_ad.make_dual(q, q), k, v)).tangent is not None
+    assert calls == ["jvp"] * 3
+
+
 def test_a_third_derivative_is_refused():
     q, k, v = (x.detach() for x in operands())
     third = func.grad(lambda x: func.hessian(number(lambda q: gqa(q, k, v)))(x).sum())

@@ -3,5 +3,6 @@
 from cuattn.cuda.sm90.backward import Backward
 from cuattn.cuda.sm90.backward_jvp import BackwardJvp, DoubleBackward
 from cuattn.cuda.sm90.forward import Forward
+from cuattn.cuda.sm90.jvp import Jvp
 
-__all__ = ["Backward", "BackwardJvp", "DoubleBackward", "Forward"]
+__all__ = ["Backward", "BackwardJvp", "DoubleBackward", "Forward", "Jvp"]

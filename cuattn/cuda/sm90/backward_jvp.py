@@ -31,6 +31,7 @@ _TANGENTS = ("tq", "tk", "tv", "tdo")
 _WARPS = 12  # a warpgroup that copies, two that multiply
 _ROW_WARPS, _ROWS = 4, 4  # of backward_jvp_rows: warps, and rows that each takes at a time
 _MOST = 3  # stages
+DRAIN = 0
 
 
 class Ring(NamedTuple):
@@ -168,6 +169,7 @@ class AlongTangents(TangentCall, MappedCall):
         tile = (ring.streamed, _OWN) if keys_own else (_OWN, ring.streamed)
         constants = constants | {
             "keys_own": keys_own, "block_m": tile[0], "block_n": tile[1], "stages": ring.stages,
+            "drain": DRAIN,
             "held_steps": held_steps(problem, keys_own, self.has("tdo")),
         }  # fmt: skip
         counts = tile_counts(problem, tile)

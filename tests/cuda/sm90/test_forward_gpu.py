@@ -16,14 +16,6 @@ from tests.cuda.test_graph_gpu import CuPy, replays_bit_for_bit
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def hopper():
-    import cupy
-
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs compute capability 9.0")
-
-
 def patches_of(case: Case, rng: np.random.Generator) -> ColumnMask:
     """Show every 100 keys to some of the 64-row strips, so that warpgroups of one tile see different key tiles."""
     n, strips = case.n_queries, -(-case.n_queries // 64)

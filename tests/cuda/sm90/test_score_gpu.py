@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import cuattn
 from cuattn.errors import UnsupportedError
-from tests import oracle
 from tests.cuda import scores
-from tests.cuda.cases import BF16, F16, Case, bias_of, blocks_of, columns_of, oracle_options, same_bits, to_device
+from tests.cuda.cases import BF16, F16, Case, bias_of, blocks_of, columns_of, same_bits, to_device
 from tests.cuda.gpu import made
 from tests.cuda.gpu import poisoned_memory as poisoned_memory
-from tests.tolerances import assert_close
+from tests.cuda.sm80.test_score_gpu import check
 
 pytestmark = pytest.mark.gpu
 
@@ -39,14 +37,6 @@ def forward(problem, score, **more):
     return [x.get() for x in cuattn.forward(*problem.arrays()[1:], **options, **more)[:3]]
 
 
-@pytest.fixture(autouse=True)
-def hopper():
-    import cupy
-
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs compute capability 9.0")
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", scores.SCORES)
 def test_oracle(name, case):
@@ -55,12 +45,7 @@ def test_oracle(name, case):
         with pytest.raises(UnsupportedError, match="block mask alone"):
             forward(problem, score)
         return
-    spelled_out = {**oracle_options(case, problem.options), "score": score.of_scores(case)}
-    exact, textbook = (oracle.solve(*problem.qkv, **spelled_out, dtype=low) for low in (None, case.dtype))
-    for given, part in zip(forward(problem, score), ("o", "l", "m"), strict=True):
-        e, t = getattr(exact, part), getattr(textbook, part)
-        size = float(np.abs(e[np.isfinite(e)]).max(initial=0))
-        assert_close(given, e, t, dtype=case.dtype, magnitude=64 * size, name=part)
+    check(problem, score, forward(problem, score))
 
 
 @pytest.mark.parametrize("kernel", ["sm90", "sm80"])
