@@ -69,9 +69,18 @@ struct Consumer {
         ptx::wgmma_commit();
     }
 
+    // Keeps rounding in front of the fence that follows, which orders registers before products.
+    __device__ __forceinline__ static void pin(Fragments& a) {
+        unroll<streamed / 16, 4>([&](int step, int w) { asm volatile("" : "+r"(a[step][w])::"memory"); });
+    }
+
     // Sums over the tile in a stage.
     __device__ __forceinline__ void accumulate(u32 stage) {
         const u32 tile = shared.stage(stage);
+        if constexpr (keys_own) pin(pu);
+        if constexpr (keys_own && cfg::tdo) pin(pz);
+        pin(tds);
+        if constexpr (StreamSide::moved) pin(ds);
         ptx::wgmma_fence();
         if constexpr (keys_own) accumulate_rows<streamed>(dv, pu, tile + StreamSide::v_at);
         if constexpr (keys_own && cfg::tdo) accumulate_rows<streamed>(dv, pz, tile + StreamSide::tv_at);
