@@ -89,7 +89,6 @@ name                    type     meaning
 ``columns``             int      along tangents: columns of a result that a block sums
 ``owner``               int      along tangents: what a block of the backward sums (kernels/sm80/bwd_jvp.cuh)
 ``keys_own``            bool     sm90 likewise: dk and dv, else dq
-``held_steps``          int      sm90 along tangents: steps of 16 columns of an owner's rows that registers hold
 ``one_pass``            bool     likewise: the launch for dk and dv adds dq up in memory, in no fixed order
 ``unit``                int      sm90 along tangents: rows whose numbers lie together
 ``moves``               bool     scores have a tangent

@@ -13,11 +13,6 @@ __device__ __forceinline__ void clear(float (&x)[n]) {
     ptx::wgmma_pin(x);  // before any product is under way
 }
 
-// Steps of 16 columns of the owner's q and do that stay in registers: a product of 64 rows and keys reads as much shared memory as it can multiply,
-// and then half as much.
-constexpr int held_steps = cfg::held_steps;
-using Held = HeldRows<held_steps ? held_steps : 1>;  // of which 0 steps are never read
-
 constexpr u32 crossing_barrier = 1;
 constexpr int dq_columns = 64 / warpgroups;  // that a warpgroup adds to dQ.
 
@@ -31,7 +26,6 @@ struct Consumer {
     // otherwise compute all descriptors ahead, for which there are no registers.
     u32 row_offset;
     RowNumbers numbers;
-    Held own_x, own_v;
     Scores s, t, g, tg;                     // products: of q and k, of do and v, each behind its tangent
     Fragments ds, tds, pu, pz;              // dX, dX., P Z u and P Z, rounded
     float sum[cfg::head_dim / 2];           // dQ. or dK.
@@ -45,42 +39,25 @@ struct Consumer {
         multiply_rows<columns, own_rows, streamed, 1>(d, shared.own() + own_at + row_offset, shared.stage(slot.stage) + stream_at, begun);
     }
 
-    // The same of rows whose first columns are held in registers.
-    template <int columns>
-    __device__ __forceinline__ void multiply_held(Scores& d, const Held& rows, int own_at, int stream_at, u32 begun) const {
-        const u32 tile = shared.stage(slot.stage) + stream_at;
-        if constexpr (held_steps > 0) rows.multiply(d, tile, begun);
-        multiply_rows<columns, own_rows, streamed, 1, held_steps>(d, shared.own() + own_at + row_offset, tile, held_steps > 0 || begun);
-    }
-
     __device__ __forceinline__ void issue_scores() {
         ptx::wgmma_fence();
-        multiply_held<cfg::head_dim>(s, own_x, 0, 0, 0);
+        multiply<cfg::head_dim>(s, 0, 0, 0);
         if constexpr (OwnSide::moved) multiply<cfg::head_dim>(t, OwnSide::tx_at, 0, 0);
-        if constexpr (StreamSide::moved) multiply_held<cfg::head_dim>(t, own_x, 0, StreamSide::tx_at, OwnSide::moved);
+        if constexpr (StreamSide::moved) multiply<cfg::head_dim>(t, 0, StreamSide::tx_at, OwnSide::moved);
         ptx::wgmma_commit();
     }
 
     __device__ __forceinline__ void issue_dp() {
         ptx::wgmma_fence();
-        multiply_held<cfg::head_dim_v>(g, own_v, OwnSide::v_at, StreamSide::v_at, 0);
+        multiply<cfg::head_dim_v>(g, OwnSide::v_at, StreamSide::v_at, 0);
         if constexpr (OwnSide::moved_v) multiply<cfg::head_dim_v>(tg, OwnSide::tv_at, StreamSide::v_at, 0);
-        if constexpr (StreamSide::moved_v) multiply_held<cfg::head_dim_v>(tg, own_v, OwnSide::v_at, StreamSide::tv_at, OwnSide::moved_v);
+        if constexpr (StreamSide::moved_v) multiply<cfg::head_dim_v>(tg, OwnSide::v_at, StreamSide::tv_at, OwnSide::moved_v);
         ptx::wgmma_commit();
-    }
-
-    // Keeps rounding in front of the fence that follows, which orders registers before products.
-    __device__ __forceinline__ static void pin(Fragments& a) {
-        unroll<streamed / 16, 4>([&](int step, int w) { asm volatile("" : "+r"(a[step][w])::"memory"); });
     }
 
     // Sums over the tile in a stage.
     __device__ __forceinline__ void accumulate(u32 stage) {
         const u32 tile = shared.stage(stage);
-        if constexpr (keys_own) pin(pu);
-        if constexpr (keys_own && cfg::tdo) pin(pz);
-        pin(tds);
-        if constexpr (StreamSide::moved) pin(ds);
         ptx::wgmma_fence();
         if constexpr (keys_own) accumulate_rows<streamed>(dv, pu, tile + StreamSide::v_at);
         if constexpr (keys_own && cfg::tdo) accumulate_rows<streamed>(dv, pz, tile + StreamSide::tv_at);
@@ -203,8 +180,6 @@ struct Consumer {
                 ptx::wgmma_wait<1>();
                 add_dq(step.number * streamed, step.head);
             }
-            if constexpr (cfg::drain > 0) ptx::wgmma_wait<0>();
-            if constexpr (cfg::drain > 1) ptx::barrier_sync(crossing_barrier, 128 * warpgroups);
             before = stage;
             slot.advance();
             row_offset += p.splits;
@@ -232,7 +207,6 @@ struct Consumer {
         clear(sum);
         if constexpr (keys_own) clear(dv);
         ptx::mbarrier_wait(shared.own_full(), 0);
-        if constexpr (held_steps > 0) own_x.load(shared.own() + row_offset), own_v.load(shared.own() + OwnSide::v_at + row_offset);
         accumulate_tiles();
         write();
     }

@@ -41,12 +41,12 @@ struct HeldRows {
         unroll<steps>([&](int step) { ptx::ldmatrix_x4(fragments[step], tile + row * row_bytes + 16 * ((2 * step + lane / 16) ^ (row % 8))); });
     }
 
-    // d += A B^T over these steps; begun = 0: instead of +=.
+    // d += A B^T over these steps.
     template <int n>
-    __device__ __forceinline__ void multiply(float (&d)[n], u32 b, u32 begun = 1) const {
+    __device__ __forceinline__ void multiply(float (&d)[n], u32 b) const {
         unroll<steps>([&](int step) {
             ptx::Product<2 * n>::template rs<is_bfloat16, 1, 0>(
-                d, fragments[step], ptx::wgmma_descriptor(b, 16, eight_rows) + (32 * step >> 4), step > 0 || begun);
+                d, fragments[step], ptx::wgmma_descriptor(b, 16, eight_rows) + (32 * step >> 4), 1);
         });
     }
 };

@@ -31,7 +31,6 @@ _TANGENTS = ("tq", "tk", "tv", "tdo")
 _WARPS = 12  # a warpgroup that copies, two that multiply
 _ROW_WARPS, _ROWS = 4, 4  # of backward_jvp_rows: warps, and rows that each takes at a time
 _MOST = 3  # stages
-DRAIN = 0
 
 
 class Ring(NamedTuple):
@@ -46,17 +45,6 @@ def takes_one_pass(problem: Problem) -> bool:
     """Return whether one launch sums dk and dv in registers and dq in memory, in no fixed order."""
     plain = not (problem.masks or problem.dropout or problem.deterministic or is_sloped(problem) or problem.score)
     return plain and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
-
-
-def held_steps(problem: Problem, keys_own: bool, tdo: int) -> int:
-    """Return how many steps of 16 columns of the owner's q and do (k and v) have registers."""
-    if "block" in problem.masks:
-        return 0
-    crowded = bool(problem.masks) or is_sloped(problem) or problem.score is not None
-    if keys_own:
-        return (1 if crowded else 2) - tdo
-    wide = max(problem.head_dim, problem.head_dim_v) > SLAB_COLUMNS
-    return 4 if not wide else 0 if crowded or problem.dropout else 2
 
 
 class AlongTangents(TangentCall, MappedCall):
@@ -169,8 +157,6 @@ class AlongTangents(TangentCall, MappedCall):
         tile = (ring.streamed, _OWN) if keys_own else (_OWN, ring.streamed)
         constants = constants | {
             "keys_own": keys_own, "block_m": tile[0], "block_n": tile[1], "stages": ring.stages,
-            "drain": DRAIN,
-            "held_steps": held_steps(problem, keys_own, self.has("tdo")),
         }  # fmt: skip
         counts = tile_counts(problem, tile)
         heads = problem.instances // problem.group if keys_own else problem.instances
