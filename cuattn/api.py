@@ -222,8 +222,8 @@ def forward(
         (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, False)
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    results, state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))
-    return Forward(*results, state)
+    (o, l, m), state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))
+    return Forward(o, l, m, state)
 
 
 @public

@@ -6,13 +6,11 @@ or mask function the number under which it is known here.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from cuattn.masks import BlockMask, ColumnMask
 from cuattn.torch import core
@@ -181,18 +179,3 @@ _define(
 )  # fmt: skip
 torch.library.register_autograd("cuattn::forward", _differentiate_forward, setup_context=_keep_forward)
 torch.library.register_autograd("cuattn::backward", _differentiate_backward, setup_context=_keep_backward)
-
-
-def _flops(q: Any, k: Any, v: Any, products: tuple[int, int]) -> int:
-    """Return the operations of so many products of q's and of v's columns, as PyTorch counts attention's: unmasked."""
-    return 2 * math.prod(q[:-1]) * k[-2] * (products[0] * q[-1] + products[1] * v[-1])
-
-
-@register_flop_formula(torch.ops.cuattn.forward)
-def _forward_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return _flops(q, k, v, (1, 1))
-
-
-@register_flop_formula(torch.ops.cuattn.backward)
-def _backward_flops(do: Any, dlse: Any, o: Any, l: Any, m: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return _flops(q, k, v, (3, 2))

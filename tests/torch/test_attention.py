@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import cuattn  # noqa: E402
 from cuattn.errors import ArgumentError, DtypeError, ShapeError  # noqa: E402
@@ -159,10 +158,6 @@ def test_sdpa_is_dropped_in(form):
 
 def test_modes_that_watch_operators_see_it():
     q, k, v = operands()
-    with FlopCounterMode(display=False) as mode:
-        attention(q, k, v, enable_gqa=True).sum().backward()
-    forward = 2 * 2 * 4 * 5 * 6 * (3 + 2)
-    assert mode.get_total_flops() == forward + 2 * 2 * 4 * 5 * 6 * (3 * 3 + 2 * 2)
     saved, calls = torch.ops.cuattn.forward.default, []
     policy = functools.partial(
         create_selective_checkpoint_contexts,
