@@ -148,7 +148,9 @@ class AlongTangents(TangentCall, MappedCall):
         constants = constants | of | {"dlse": self.has("dlse") > 0, "ddo": "ddo" in self.arrays}
         slots = {"rows": "rows", **self._sums}
         fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), slots)
-        blocks = min(cdiv(problem.instances * pad(problem.n_queries, _OWN), _ROW_WARPS * _ROWS), 16 * self.device.multiprocessors)
+        blocks = min(
+            cdiv(problem.instances * pad(problem.n_queries, _OWN), _ROW_WARPS * _ROWS), 16 * self.device.multiprocessors
+        )
         self.add("sm90/bwd_jvp_rows.cu", "backward_jvp_rows", constants, (blocks,), _ROW_WARPS, fields, own=own)
 
     def _add(self, constants: Constants, keys_own: bool, ring: Ring) -> None:

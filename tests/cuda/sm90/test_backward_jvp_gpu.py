@@ -7,7 +7,6 @@ import pytest
 
 import cuattn
 from tests.cuda.cases import F16, Case, blocks_of, columns_of, dense_of, oracle_options, same_bits, sized, to_device
-from tests.cuda.sm90.test_forward_gpu import hopper as hopper
 from tests.derivatives import TANGENTS, Known
 
 pytestmark = pytest.mark.gpu
@@ -74,20 +73,20 @@ def check(case: Case, args, tangents, options, **more):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_double_backward(case, deterministic, hopper):
+def test_double_backward(case, deterministic):
     check(case, *arrays_of(case), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("given", ["q", "k", "v", "qk", "kv"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_tangents_that_are_not_given(head_dim, given, hopper):
+def test_tangents_that_are_not_given(head_dim, given):
     case = sized("some", 200, 260, head_dim)
     args, tangents, options = arrays_of(case)
     check(case, args, [x if name in given else None for name, x in zip("qkv", tangents, strict=True)], options)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5], CASES[9]], ids=lambda case: case.name)
-def test_results_are_the_same_every_time(case, hopper):
+def test_results_are_the_same_every_time(case):
     args, tangents, options = arrays_of(case)
     runs = [double_backward(args, tangents, options, deterministic=True) for _ in range(3)]
     same_bits(runs[0], runs[1])
@@ -98,7 +97,7 @@ def test_results_are_the_same_every_time(case, hopper):
 @pytest.mark.parametrize(
     "options", [{"is_causal": "top_left"}, {"window": (30, 30, "top_left")}], ids=["causal", "window"]
 )
-def test_what_nobody_sees_does_not_matter(head_dim, options, hopper):
+def test_what_nobody_sees_does_not_matter(head_dim, options):
     """Keys beyond a band, and rows that see nothing, hold NaN."""
     for n, m in ((200, 400), (400, 200)):
         case = sized("hidden", n, m, head_dim, options=options)
