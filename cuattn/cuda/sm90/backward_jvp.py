@@ -41,6 +41,13 @@ class Ring(NamedTuple):
     shared_bytes: int
 
 
+def is_proven(problem: Problem) -> bool:
+    """Return whether the kernels have run right on a GPU as they are: others are taken where they are asked for."""
+    plain = not (problem.masks or problem.dropout or problem.softcap or problem.score) and problem.group == 1
+    narrow = max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
+    return plain and narrow and problem.operation == "double_backward" and len(problem.tangents) == 3
+
+
 def takes_one_pass(problem: Problem) -> bool:
     """Return whether one launch sums dk and dv in registers and dq in memory, in no fixed order."""
     plain = not (problem.masks or problem.dropout or problem.deterministic or is_sloped(problem) or problem.score)
@@ -105,6 +112,10 @@ class AlongTangents(TangentCall, MappedCall):
             return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
         if problem.kernel is None and max(problem.n_queries, problem.n_keys) < _SHORT:
             return "rows and keys are fewer than its tiles have"
+        if problem.kernel is None and not is_proven(problem):
+            return (
+                "it has not been run on such a problem since it was last changed, and is taken by kernel='sm90' alone"
+            )
         for name in broadcast_heads(self):
             return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return self.layout_reason(filter(self.has, _TANGENTS))
