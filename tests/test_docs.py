@@ -17,7 +17,8 @@ MODULES = sorted(
     for info in pkgutil.walk_packages(cuattn.__path__, "cuattn.")
     if not info.name.endswith("__main__") and not info.name.startswith("cuattn.cuda")
 )
-ROOMS = ("", ".masks", ".rng", ".io_model", ".reference", ".errors", ".pairwise", ".sklearn", ".distributed")
+WRAPPERS = [f".{name}" for name in ("jax", "transformers") if importlib.util.find_spec(name)]
+ROOMS = ("", ".masks", ".rng", ".io_model", ".reference", ".errors", ".pairwise", ".sklearn", ".distributed", *WRAPPERS)
 PUBLIC = [f"cuattn{room}.{name}" for room in ROOMS for name in importlib.import_module(f"cuattn{room}").__all__]
 
 # numpydoc's codes: summary, sections, parameters and returns that are missing or do not match the signature.

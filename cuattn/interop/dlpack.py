@@ -27,9 +27,9 @@ class Jax(ArrayOrigin):
         jax = sys.modules["jax"]
         if isinstance(value, jax.core.Tracer):
             raise UnsupportedError(
-                f"{name} is a JAX tracer ({type(value).__name__}), and cuattn takes no part in JAX's transformations; "
-                "call it outside jax.jit, jax.grad and jax.vmap (jax.lax.stop_gradient does not help inside them), "
-                "or wrap cuattn.forward and cuattn.backward in a jax.custom_vjp that calls them by jax.pure_callback"
+                f"{name} is a JAX tracer ({type(value).__name__}), and only cuattn.jax.attention takes part in "
+                "JAX's transformations; call that, or call outside jax.jit, jax.grad and jax.vmap "
+                "(jax.lax.stop_gradient does not help inside them)"
             )
         if value.is_deleted():
             raise DtypeError(f"{name} is a JAX array whose buffer was deleted or donated; expected a live array")

@@ -120,9 +120,9 @@ def events(monkeypatch):
     cupy.cuda, cupy.ndarray, cupy.from_dlpack = cuda, ndarray, lambda value: ndarray()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    torch_tensors._cupy_stream.cache_clear()
+    torch_tensors.foreign_stream.cache_clear()
     yield events
-    torch_tensors._cupy_stream.cache_clear()
+    torch_tensors.foreign_stream.cache_clear()
 
 
 def nested(*labels):
@@ -231,6 +231,18 @@ def test_gpu_results_are_the_callers_kind_of_array(name, together):
         assert tuple(result.shape) == shape and str(result.dtype).removeprefix("torch.") == dtype.name
         contiguous = result.is_contiguous() if name == "torch" else result.flags.c_contiguous
         assert contiguous and (0 in shape or (result.data_ptr() if name == "torch" else result.data.ptr) == address)
+
+
+@pytest.mark.parametrize("shape", [(), (7, 0), (2, 1, 5)])
+def test_models_have_no_memory(shape):
+    torch = library("torch")
+    with torch.inference_mode():
+        model = torch_tensors.model_of(shape, torch.bfloat16, torch.device("cpu"))
+    results = [torch.empty_like(model) for _ in range(2)]
+    assert model.untyped_storage().nbytes() == 0
+    for result in results:
+        assert (result.shape, result.stride()) == (shape, torch.empty(shape).stride())
+        assert result.fill_(1).sum() == result.numel() and not result.is_inference()
 
 
 @pytest.mark.gpu
