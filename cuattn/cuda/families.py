@@ -36,7 +36,13 @@ class Family(NamedTuple):
 FAMILIES = {
     "sm90": Family(
         "bulk tensor copies and warpgroup products",
-        {"forward": sm90.Forward, "backward": sm90.Backward, "jvp": sm90.Jvp},
+        {
+            "forward": sm90.Forward,
+            "backward": sm90.Backward,
+            "jvp": sm90.Jvp,
+            "backward_jvp": sm90.BackwardJvp,
+            "double_backward": sm90.DoubleBackward,
+        },
     ),
     "sm80": Family(
         "portable tensor-core kernel",

@@ -165,8 +165,8 @@ class MappedCall(Call):
         unmasked = reach == (None, None) and not problem.dropout
         return replace(problem, masks=(), band=None if unmasked else Band(*reach, 0)), ()
 
-    def layout_reason(self) -> str | None:
-        """Say why the operands cannot be described, or return None."""
+    def layout_reason(self, more: Iterable[str] = ()) -> str | None:
+        """Say why what is read, and `more`, cannot be described, or return None."""
         try:
             outer = self.axes.size[:-1]
         except UnsupportedError as error:
@@ -175,7 +175,7 @@ class MappedCall(Call):
             return (
                 f"its tensor maps have one leading axis, and the strides of its arrays keep {self.problem.batch} apart"
             )
-        for name in self.read:
+        for name in (*self.read, *more):
             array = self.operands[name]
             unfit = unsupported_reason(array.data.ptr, row_strides(array))
             if unfit is None and array.shape[-2] > 1 and array.strides[-2] == 0:
