@@ -148,7 +148,7 @@ def attention(
     (2, 4, 16)
     """
     options = Options._make(
-        (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, False, None, False)
+        (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, False, None, False, 0)
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
     return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))[0][0]
@@ -219,7 +219,7 @@ def forward(
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
     options = Options._make(
-        (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, False)
+        (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, False, 0)
     )
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
     (o, l, m), state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))

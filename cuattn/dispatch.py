@@ -363,15 +363,22 @@ def _function_mask(bound: Any, q: tuple, k: tuple, v: tuple, origin: Origin | No
     return mask_of(bound, rows, keys, leading, (origin.batch, origin.head))
 
 
-def plan(call: Call) -> Plan:
-    """Return the plan of a call, of whose arrays q, k and v are enough."""
+def check_call(call: Call) -> tuple[_Known, dict[str, Any], interop.ArrayOrigin]:
+    """Check a call without its outputs, of whose arrays q, k and v are enough; return what it comes to, and views."""
     views, origin = _enter(call, Outputs((), None))
     with origin.scope():
         known = _check(call, views, origin)
-        problem = known.problem
-        place_of(problem, call.origin)
-        if not isinstance(call.random, np.random.Generator):  # which planning must not draw from
-            drawn_state(problem, call.random)
+        place_of(known.problem, call.origin)
+        if not isinstance(call.random, np.random.Generator):  # which nothing here may draw from
+            drawn_state(known.problem, call.random)
+    return known, views, origin
+
+
+def plan(call: Call) -> Plan:
+    """Return the plan of a call, of whose arrays q, k and v are enough."""
+    known, views, origin = check_call(call)
+    problem = known.problem
+    with origin.scope():
         found = known.backend.plan(problem, bind(problem, _operands(call, views, origin)), _all_masks(call, views))
         if problem.score is None:
             return found

@@ -1,1 +1,4 @@
-"""Examples from the sciences on :mod:`cuattn.pairwise`, each with a picture: ``python -m bench.gallery``."""
+"""Examples from the sciences, each with a picture: ``python -m bench.gallery``.
+
+On :mod:`cuattn.pairwise`, and on :mod:`cuattn.torch`: what needs derivatives of higher order.
+"""

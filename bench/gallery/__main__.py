@@ -16,15 +16,16 @@ from bench import style
 from bench.rows import RESULTS
 
 EXAMPLES = ("density", "ridge", "colours", "mean_shift")
+OF_TORCH = ("forces", "curvature", "consistency")  # which need PyTorch
 
 
 def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES + OF_TORCH)}")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    for name in arguments.names or EXAMPLES:
+    for name in arguments.names or EXAMPLES + OF_TORCH:
         start = time.perf_counter()
         figure = importlib.import_module(f"bench.gallery.{name}").figure()
         path = arguments.folder / f"gallery-{name}.png"

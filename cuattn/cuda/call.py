@@ -59,7 +59,7 @@ class Call:
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
         self.problem, self.operands, self._given_masks = problem, operands, masks
-        self.device = device_of(operands["q"].device.id)
+        self.device = device_of(operands["q"].device.id).without(problem.sm_margin)
 
     @functools.cached_property
     def _masks(self) -> CallMasks:

@@ -40,6 +40,11 @@ class Device(NamedTuple):
     l2_bytes: int
     number: int = 0
 
+    def without(self, multiprocessors: int) -> "Device":
+        """Return what is left of it when others have so many multiprocessors; it keeps one."""
+        left = max(self.multiprocessors - multiprocessors, 1)
+        return self._replace(multiprocessors=left) if multiprocessors else self
+
 
 @functools.lru_cache(maxsize=64)
 def device_of(number: int) -> Device:

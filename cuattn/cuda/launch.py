@@ -90,9 +90,13 @@ class Kernel:
         self.is_traced = any(name.startswith("traced.") for name in dtype.names)
 
     @functools.cached_property
-    def _launched(self) -> tuple[int, ...]:
-        """What the driver is told in every launch: the function, grid, block and shared memory."""
-        return function(*self._found).ptr, *self._shape
+    def _launched(self) -> tuple[Any, tuple[int, ...]]:
+        """The function, and what the driver is told in every launch: it, grid, block and shared memory.
+
+        It is held here: of threads that need it first at the same time each has loaded its own.
+        """
+        found = function(*self._found)
+        return found, (found.ptr, *self._shape)
 
     def _piece(self) -> Piece:
         """Return memory with the first argument and with room for the addresses of all."""
@@ -141,7 +145,8 @@ class Kernel:
     def _start(self, piece: Piece, maps: Sequence[Any], stream: int) -> None:
         """Launch with the arguments of a piece, which the driver copies; `maps` keeps those behind the first alive."""
         launch = _thread.launch or _prepare_thread()
-        launch(*self._launched, stream, piece.arguments, 0)
+        _held, told = self._launched
+        launch(*told, stream, piece.arguments, 0)
 
 
 class _Thread(threading.local):

@@ -45,6 +45,8 @@ class Kept:
 
     def use(self, stream: Any) -> None:
         """Let `stream` wait until the tables are written."""
+        if stream is self._home:  # which wrote them
+            return
         self._ready.wait(stream)
         if stream.ptr != self._home.ptr:
             self._users[stream.ptr] = stream

@@ -280,7 +280,7 @@ def _walk(request: Request, kind: type[W]) -> tuple[W, Heads]:
     team = Team(comm, heads.ranks, heads.index, work, axis, trimmed)
     try:
         walk = kind(team, heads.whole(request.whole), heads.spread(request.arrays), request.sums)
-        walk.run(stages(algorithm, team.index, work.size))
+        walk.run(stages(algorithm, team.index, work.size, bool(walk.returned)))
     except DistributedError:
         raise
     except BaseException:  # the others wait for this rank
@@ -299,6 +299,8 @@ def _gradients(request: Request) -> dict[str, Any]:
         n: walk.totals.get(n) if n in walk.totals else walk.xp.zeros(x.shape, walk.sums) for n, x in local.items()
     }
     shared = {name: totals.pop(name) for name in operands if name == "key_bias" or name.startswith("score")}
+    if heads.inner > 1:  # what is not added up is rounded before it travels
+        totals |= {name: totals[name].astype(request.made[f"d{name}"][1], copy=False) for name in ("q", "k", "v")}
     found = {f"d{name}": total for name, total in heads.collect(totals, operands).items()}
     for name, total in shared.items():
         part = total

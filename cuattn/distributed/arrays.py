@@ -53,17 +53,19 @@ def local(whole: Runs, part: Runs) -> list[slice]:
     return found
 
 
-def taken(array: Any, whole: Runs, part: Runs, axis: int) -> Any:
-    """Return the runs `part` of an array that holds those of `whole`, C-contiguous; the array itself if it is that."""
-    if part == whole:
-        return contiguous(array)
-    places = local(whole, part)
-    index = [slice(None)] * array.ndim
-    pieces = []
-    for place in places or [slice(0, 0)]:
-        index[axis] = place
+def part(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
+    """Return some runs of an array that holds those of `whole`: a view where they are neighbours, else a copy."""
+    if runs == whole:
+        return array
+    index, pieces = [slice(None)] * array.ndim, []
+    for index[axis] in local(whole, runs) or [slice(0, 0)]:
         pieces.append(array[tuple(index)])
-    return contiguous(pieces[0]) if len(pieces) == 1 else namespace(array).concatenate(pieces, axis)
+    return pieces[0] if len(pieces) == 1 else namespace(array).concatenate(pieces, axis)
+
+
+def taken(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
+    """Return some runs of an array that holds those of `whole`, C-contiguous; the array itself if it is that."""
+    return contiguous(part(array, whole, runs, axis))
 
 
 def joined(parts: Sequence[Any], runs: Sequence[Runs], axis: int) -> Any:

@@ -10,6 +10,7 @@ from cuattn.distributed import mpi, threads
 from cuattn.distributed.comm import TIMEOUT, Alone, Comm
 from cuattn.distributed.host import OfNccl, Process
 from cuattn.errors import DtypeError
+from cuattn.masks.device import load_cupy
 
 
 def connect(group: Any = None, /, *, device: int | None = None, timeout: float = TIMEOUT) -> Comm:
@@ -44,6 +45,8 @@ def connect(group: Any = None, /, *, device: int | None = None, timeout: float =
     """
     if group is None and (found := threads.current()) is not None:
         found.timeout = timeout
+        if device is not None:
+            load_cupy("device").cuda.Device(device).use()
         return found
     if group is None:
         if mpi.launched() is None:

@@ -142,8 +142,10 @@ class Nccl:
         """Enqueue messages."""
         cuda = load_cupy("array").cuda
         if self._late:
-            raise DistributedError(f"NCCL did not finish within {self._timeout:g} s")
-        stream = stream or cuda.get_current_stream()
+            raise DistributedError(f"NCCL failed, or did not finish within {self._timeout:g} s")
+        stream, done = stream or cuda.get_current_stream(), cuda.Event(disable_timing=True)
+        enqueued = threading.Event()  # which waits for peers, too, when they first meet
+        self._pending.put((enqueued, done, cuda.Device(), time.monotonic() + self._timeout))
         cuda.nccl.groupStart()
         try:
             for call, messages in ((self._nccl.send, sends), (self._nccl.recv, recvs)):
@@ -151,26 +153,34 @@ class Nccl:
                     call(array.data.ptr, array.nbytes, cuda.nccl.NCCL_UINT8, peer, stream.ptr)
         finally:
             cuda.nccl.groupEnd()
-        self._pending.put((stream.record(), cuda.Device(), time.monotonic() + self._timeout))
+        done.record(stream)
+        enqueued.set()
 
     def _watch(self) -> None:
         """Abort what is not done in time."""
         while (item := self._pending.get()) is not None:
-            event, device, end = item
+            enqueued, event, device, end = item
             with device:
-                while not event.done and time.monotonic() < end:
-                    self._nccl.check_async_error()
+                while not (done := enqueued.is_set() and event.done) and time.monotonic() < end and self._sound():
                     time.sleep(1e-2)
-                if not event.done:
+                if not done:
                     self._late = True
-                    LOG.error("NCCL did not finish within %g s: aborted", self._timeout)
+                    LOG.error("NCCL failed, or did not finish within %g s: aborted", self._timeout)
                     self._nccl.abort()
                     return
 
-    def close(self) -> None:
-        """Free the communicator."""
+    def _sound(self) -> bool:
+        """Return whether NCCL knows of no error."""
+        try:
+            self._nccl.check_async_error()
+        except Exception:  # CuPy's NcclError, which only a build with NCCL has
+            return False
+        return True
+
+    def close(self, *, destroy: bool = True) -> None:
+        """End, and free the communicator."""
         self._pending.put(None)
-        if not self._late:
+        if destroy and not self._late:
             self._nccl.destroy()
 
 
@@ -199,3 +209,6 @@ class OfNccl(Process):
 
     def close(self) -> None:
         """Leave the communicator to its owner."""
+        if self._nccl is not None:
+            self._nccl.close(destroy=False)
+            self._nccl = None

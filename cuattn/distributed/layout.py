@@ -19,6 +19,7 @@ from cuattn.masks.base import Mask
 from cuattn.masks.runs import Runs, length_of
 
 _STRIP = 64  # row tiles that are classified at once
+_KEY_TILES = 1024  # by which loads are counted, at most
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ class Layout:
         equal_rows : bool, optional
             Deal out equally many units, the costliest first, in place of one run for each rank.
         unit : int, optional
-            Rows, and keys, of a tile.
+            Rows, and at least the keys, of a tile.
         """
         if not isinstance(mask, Mask):
             raise DtypeError(f"mask is {interop.type_name(mask)}; expected a mask of cuattn.masks")
         size, unit = _count("size", size, 1), _count("unit", unit, 1)
         mask = mask.bind(n_queries)
-        costs = visible_tiles(mask, unit, unit).sum(axis=1)
+        costs = visible_tiles(mask, unit, max(unit, cdiv(mask.n_keys, _KEY_TILES))).sum(axis=1, dtype=float)
         if equal_rows:
             owners = _deal(costs, size)
             return cls._of([_run(mask.n_queries, unit, i, i + 1) for i in mine] for mine in owners)

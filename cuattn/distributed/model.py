@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from cuattn.distributed.layout import Layout, grouped
+from cuattn.distributed.walk import steps
 from cuattn.distributed.work import Work, work_of
 from cuattn.masks.base import Mask
 from cuattn.plans import Plan, readable_bytes
@@ -114,7 +115,7 @@ class Size:
         d, dv, b, sums = self.head_dim, self.head_dim_v, self.itemsize, self.sums
         of_row, of_key = (d + dv) * b, (d + dv) * b
         if self.backward:
-            of_row, of_key = (d + 2 * dv) * b + 2 * sums + d * sums, of_key + (d + dv) * sums
+            of_row, of_key = 2 * (d + dv) * b + 2 * sums, 2 * of_key
         return float(self.batch * (rows * self.heads * of_row + keys * self.kv_heads * of_key))
 
 
@@ -177,19 +178,24 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1) -
         travelling = (moved * (there + back) / links).sum(1) + rates.latency
         begin = travelling + seconds.sum(1)
     else:
-        for step in range(ranks):
-            source, following = (order - step) % ranks, (order - step - 1) % ranks
-            bytes_in = moved[order, following] * there if step + 1 < ranks else 0 * rows
-            bytes_in = bytes_in + moved[(order + step - 1) % ranks, order] * back * (step > 1)
-            message = np.where(bytes_in > 0, bytes_in / links[order, following] + rates.latency, 0)
-            computed = begin + seconds[order, source] + extra * (seconds[order, source] > 0) * (step > 0)
-            travelling += message
-            if rates.overlapped:
-                begin = np.maximum(computed, np.maximum(begin, begin[following]) + message)
-            else:
-                begin = np.maximum(computed, np.where(message > 0, computed[following], 0)) + message
-        if back and ranks > 1:
-            begin = begin + moved[(order - 1) % ranks, order] * back / links[order, (order - 1) % ranks]
+        sequence = steps(ranks, back > 0)
+
+        def message(fetched: int, returned: int) -> np.ndarray:
+            """Return the seconds of messages: of a stage's parts, and of another's results."""
+            sources, clients = (order - fetched) % ranks, (order + returned) % ranks
+            there_and_back = ((moved[order, sources], there, sources), (moved[clients, order], back, clients))
+            found = sum(n * each / links[order, peers] for n, each, peers in there_and_back)
+            return np.where(found > 0, found + rates.latency, 0)
+
+        begin = travelling = message(sequence[0], 0)
+        for before, step, following in zip([0, *sequence], sequence, [*sequence[1:], 0], strict=False):
+            under_way, own = message(following, before), seconds[order, (order - step) % ranks]
+            computed = begin + own + extra * (own > 0) * (step != sequence[0])
+            travelling = travelling + under_way
+            ready = begin if rates.overlapped else computed
+            begin = np.maximum(
+                computed, np.where(under_way > 0, np.maximum(ready, ready[(order - following) % ranks]), 0) + under_way
+            )
     exchange = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner * (inner - 1) / inner
     swap = exchange / rates.link + 2 * rates.latency if inner > 1 else 0.0
     last, loads = int(begin.argmax()), seconds.sum(1)

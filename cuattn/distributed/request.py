@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from cuattn.distributed.whole import Whole
 from cuattn.errors import ArgumentError, ShapeError, shown
 from cuattn.interop import Outputs
 from cuattn.masks.base import Mask
+from cuattn.masks.runs import length_of
 from cuattn.problem import DTYPES, Operation, Options, Origin, check_axes, check_band, check_state
 from cuattn.problem.scalars import check_out_dtype
 from cuattn.rng import BLOCK, RNGState, recorded, resolve, threshold
@@ -76,7 +78,12 @@ class Request:
         self.operation, self.comm, self.placing, self._operands = operation, comm, placing, operands
         self.settings, self.state, self._wanted = {**defaults(operation.name), **options}, state, wanted
         everyone = same(comm, self._read)
-        agreed(comm, lambda: self._settle(everyone))
+
+        def settle() -> None:
+            with self.home.scope():
+                self._settle(everyone)
+
+        agreed(comm, settle)
 
     @property
     def dtype(self) -> np.dtype:
@@ -100,9 +107,8 @@ class Request:
             check_state("fwd.rng_state", self.state, level)
             self.state = random = None if self.state is None else recorded(self.state)
         else:
-            random = settings["rng"]
-            self.state = resolve(random) if level or isinstance(random, int | RNGState) else None
-            random = type(random).__name__ if isinstance(random, np.random.Generator) else random
+            random = type(settings["rng"]) if isinstance(settings["rng"], np.random.Generator) else settings["rng"]
+            self.state = resolve(settings["rng"]) if level else None
         if isinstance(random, RNGState) and not isinstance(random.offset, int):
             random = random.seed
         facts = {"the operation": self.operation.name, "the memory": self.home.backend, **self.placing}
@@ -137,10 +143,6 @@ class Request:
         self._score_args, self.arrays = args, views
         self._own_dtypes = {name: np.dtype(x.dtype) for name, x in views.items()}
         self._own_dtypes |= {f"score{n}": np.dtype(x.dtype) for n, x in self.learned.items()}
-        if self.operation.replays and self.sums == np.float64:  # gradients of parts have their operand's dtype
-            self._score_args = tuple(x.astype(self.sums) if n in self.learned else x for n, x in enumerate(args))
-            if "bias" in views:
-                views["bias"] = views["bias"].astype(self.sums, copy=False)
 
     def _plain(self) -> Any:
         """Return the state as other ranks can have it: not with an offset on this one's GPU."""
@@ -150,6 +152,11 @@ class Request:
     def _settle(self, everyone: list[dict[str, Any]]) -> None:
         """Check this rank's arguments against the whole problem, given what each rank brings."""
         comm, settings, arrays = self.comm, self.settings, self.arrays
+        if self.operation.replays and self.dtype == np.float64:  # gradients of parts have their operand's dtype
+            learned, args = self.learned, enumerate(self._score_args)
+            self._score_args = tuple(x.astype(self.dtype) if n in learned else x for n, x in args)
+            if "bias" in arrays:
+                arrays["bias"] = arrays["bias"].astype(self.dtype, copy=False)
         if self.placing["algorithm"] not in (None, *ALGORITHMS):
             names = ", ".join(map(repr, ALGORITHMS))
             raise ArgumentError(f"algorithm is {shown(self.placing['algorithm'])}; expected None or one of {names}")
@@ -172,13 +179,13 @@ class Request:
         self.whole = Whole(n_queries, n_keys, leading, own, self.mask, self.state, options)
         check_band(settings["is_causal"], settings["window"], n_queries, n_keys)
         _check_mask(self.mask, n_queries, n_keys)
-        if self.state is not None and threshold(settings["dropout_p"]):
+        if self.state is not None:
             _check_places(self.rows, self.keys)
         if "bias" in arrays:
             self._check_bias([one["rows"][0] for one in everyone])
         self._check_part()
         self._choose(batch, (heads, kv_heads), {x[-3] if len(x) > 2 else 1 for x in (q, k, v)})
-        self._outputs.check(self._made(), arrays, self.home)
+        self._outputs.check(self.made, arrays, self.home)
 
     def _check_bias(self, rows: list[int]) -> None:
         """Check the bias's keys, and call it what it is: one of this rank's rows, or of no rows."""
@@ -191,14 +198,19 @@ class Request:
     def _check_part(self) -> None:
         """Check everything else, as for the part of this rank's rows and keys."""
         rows, keys = (layout.rows(self.comm.rank) for layout in (self.rows, self.keys))
-        part = self.whole.part(rows, keys)
-        bias = self.whole.bias(self.arrays, keys)
-        arrays = {name: self.arrays.get(name) for name in self.operation.inputs} | {"bias": bias, "mask": part["mask"]}
+        lengths = length_of(rows), length_of(keys)
+        corners = {"bias": _corner(self.arrays.get("bias", self.arrays.get("key_bias")), None, lengths[1])}
+        part = replace(self.whole, mask=None).part(rows, keys)
+        if self.mask is not None and not isinstance(self.mask, Mask) and not callable(self.mask):
+            corners["mask"] = _corner(self.mask, *lengths)  # as good as the part itself, but not copied
+        else:
+            corners["mask"] = self.whole.part(rows, keys)["mask"]
+        arrays = {name: self.arrays.get(name) for name in self.operation.inputs} | corners
         options = Options(**{name: part[name] for name in Options._fields if name in part})
-        call = dispatch.Call(
-            self.operation, arrays, options, self.state, part["origin"], None, part["score"], part["score_args"]
-        )
-        self.local = dispatch.plan(call)
+        random = self.state if self.operation.replays else self.settings["rng"]
+        functions = part["score"], part["score_args"]
+        self._part = dispatch.Call(self.operation, arrays, options, random, part["origin"], None, *functions)
+        dispatch.check_call(self._part)
 
     def _choose(self, batch: tuple[int, ...], heads: tuple[int, int], own: set[int]) -> None:
         """Choose the algorithm; heads can be exchanged where each operand has its own."""
@@ -220,9 +232,11 @@ class Request:
     def plan(self) -> DistributedPlan:
         """Return the plan."""
         asked = self.placing["algorithm"] is not None
-        return planned(self.costs, self.algorithm, asked, self.size, self.comm.size, self.local)
+        local = dispatch.plan(self._part)
+        return planned(self.costs, self.algorithm, asked, self.size, self.comm.size, local)
 
-    def _made(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    @cached_property
+    def made(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Return shape and dtype of each result."""
         arrays, dtype = self.arrays, check_out_dtype(self.settings.get("out_dtype"), self.dtype)
         rows = (*self.whole.leading, arrays["q"].shape[-2])
@@ -244,12 +258,19 @@ class Request:
 
     def delivered(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Return results as the caller's kind of array, of the dtypes that they have to have."""
-        made = self._made()
+        made = self.made
         arrays = [results[name].astype(dtype, copy=False) for name, (_, dtype) in made.items()]
         self._outputs.direct.clear()  # they are filled below
         if self.home.kind == "torch":
             arrays = given_back(self.home, arrays)
         return dict(zip(made, self._outputs.fill(arrays), strict=True))
+
+
+def _corner(array: Any, rows: int | None, keys: int) -> Any:
+    """Return an array like a part's of one that has all keys and, if `rows` are given, all rows."""
+    if array is None:
+        return None
+    return array[..., : rows if array.shape[-2] > 1 else 1, : keys if array.shape[-1] > 1 else 1]
 
 
 def _without_length(name: str, array: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cuattn.api import backward, forward, merge
-from cuattn.distributed.arrays import joined, local, merged, taken
+from cuattn.distributed.arrays import joined, local, merged, part, taken
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout
@@ -28,7 +28,7 @@ from cuattn.masks.runs import Runs, length_of
 from cuattn.results import Forward
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
-"""Sources and clients of a rank, among those that share an axis; itself in the first stage."""
+"""Sources and clients of a rank, among those that share an axis."""
 
 Arrays = dict[str, Any]
 
@@ -36,15 +36,28 @@ OF_ROWS, OF_KEYS = ("q", "do", "o", "l", "m", "dlse", "bias"), ("k", "v")
 """What is dealt out with rows and with keys; gradients go by the names of their operands."""
 
 
-def stages(algorithm: str, index: int, size: int) -> list[Stage]:
+def steps(size: int, returning: bool) -> list[int]:
+    """Return by how many places sources precede, and clients follow, a rank in each of its stages.
+
+    Its own part comes first, so that the first that is sent can be fetched meanwhile; or last, so that the last partial
+    results can return.
+
+    >>> steps(3, False), steps(3, True)
+    ([0, 1, 2], [1, 2, 0])
+    """
+    found = list(range(1, size))
+    return [*found, 0] if returning else [0, *found]
+
+
+def stages(algorithm: str, index: int, size: int, returning: bool) -> list[Stage]:
     """Return what a rank does in turn.
 
-    >>> stages("ring", 0, 3), stages("gather", 0, 3)
+    >>> stages("ring", 0, 3, False), stages("gather", 0, 3, False)
     ([((0,), (0,)), ((2,), (1,)), ((1,), (2,))], [((0, 1, 2), (0, 1, 2))])
     """
     if algorithm == "gather":
         return [(tuple(range(size)), tuple(range(size)))]
-    return [(((index - t) % size,), ((index + t) % size,)) for t in range(size)]
+    return [(((index - step) % size,), ((index + step) % size,)) for step in steps(size, returning)]
 
 
 @dataclass
@@ -174,9 +187,8 @@ class Walk(ABC):
             array = self.arrays[name]
             if name == "bias":
                 array = self.whole.bias(self.arrays, self.team.layout("key").rows(client))
-            own = self.team.own(self.team.axis)
-            at_home = client == self.team.index and runs == own  # no message, for which it had to be contiguous
-            found[name] = array if at_home else taken(array, own, runs, axis_of(name))
+            cut = part if client == self.team.index else taken  # messages are contiguous
+            found[name] = cut(array, self.team.own(self.team.axis), runs, axis_of(name))
         return found
 
     def _room(self, names: Sequence[str], runs: Runs, client: int, dtype: Any = None) -> Arrays:

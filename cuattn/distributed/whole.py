@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from cuattn import masks
-from cuattn.distributed.arrays import taken
+from cuattn.distributed.arrays import part
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.runs import Runs
@@ -52,7 +52,7 @@ class Whole:
     def bias(self, arrays: dict[str, Any], keys: Runs) -> Any:
         """Return what the bias among a rank's arrays, one of its rows or one without rows, has for some keys."""
         bias = arrays.get("bias", arrays.get("key_bias"))
-        return bias if bias is None or bias.shape[-1] == 1 else taken(bias, ((0, self.n_keys),), keys, -1)
+        return bias if bias is None or bias.shape[-1] == 1 else part(bias, ((0, self.n_keys),), keys, -1)
 
     def _cut(self, rows: Runs, keys: Runs) -> Any:
         mask = self.mask
@@ -62,7 +62,7 @@ class Whole:
             return mask
         for axis, n, runs in ((-2, self.n_queries, rows), (-1, self.n_keys, keys)):
             if mask.shape[axis] > 1:
-                mask = taken(mask, ((0, n),), runs, axis)
+                mask = part(mask, ((0, n),), runs, axis)
         return mask
 
     @cached_property

@@ -86,7 +86,7 @@ def _tile(n: int) -> int:
 def _overlap(layout: Layout, size: int) -> np.ndarray:
     """Return how much of each tile of an axis each rank holds, (ranks, tiles)."""
     edges = np.minimum(np.arange(cdiv(layout.n, size) + 1) * size, layout.n)
-    return np.array([np.diff(kept_before(edges, runs)) for runs in layout.runs], float).reshape(layout.size, -1)
+    return np.array([np.diff(kept_before(edges, runs)) for runs in layout.runs], np.float32).reshape(layout.size, -1)
 
 
 @lru_cache(maxsize=16)

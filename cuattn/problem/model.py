@@ -135,6 +135,7 @@ class Problem:
     precision: str | None = None
     deterministic: bool = False
     kernel: str | None = None
+    sm_margin: int = 0  # multiprocessors of a GPU that are left to others
     runs: bool = False  # dropout or a score function over parts of several runs: a place has row_blocks or key_blocks
     score: ScoreFunction | None = None
     tangents: tuple[str, ...] = ()  # operands of q, k, v, bias and do that have a tangent

@@ -26,7 +26,11 @@ _MAX_LENGTH = 2**31 - 1  # masks hold row indices as int32, kernels count rows a
 
 
 class Options(NamedTuple):
-    """The arguments of a call that are neither arrays nor masks, as the caller gave them."""
+    """The arguments of a call that are neither arrays nor masks, as the caller gave them.
+
+    `sm_margin`, which our own callers alone give: multiprocessors of a GPU that are left to others, communication above
+    all.
+    """
 
     is_causal: Any = False
     window: Any = None
@@ -39,6 +43,7 @@ class Options(NamedTuple):
     statistics: bool = True
     out_dtype: Any = None
     deterministic: Any = False
+    sm_margin: int = 0
 
 
 def check(
@@ -97,6 +102,7 @@ def check(
         precision=scalars.choice("precision", options.precision, "tf32"),
         deterministic=scalars.flag("deterministic", options.deterministic),
         kernel=scalars.choice("kernel", options.kernel),
+        sm_margin=options.sm_margin,
         runs=bool((dropout or score) and origin is not None and origin.has_runs),
         score=None if score is None else _score_function(score, limits, learned, tangents),
         tangents=tuple([name[1:] for name in TANGENTS if arrays.get(name) is not None]),

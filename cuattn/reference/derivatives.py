@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.reference.textbook import arithmetic, repeat_heads, sum_heads, sum_to
+from cuattn.reference.textbook import arithmetic, exponentials, repeat_heads, sum_heads, sum_to, visibility
 
 
 class Derivatives(NamedTuple):
@@ -96,14 +96,9 @@ def differentiate(
     xp, work, plain = arithmetic(q, low)
     rounded, short = noise or (plain, plain)
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = xp.ones((), bool) if visible is None else visible
+    seen, dead, empty = visibility(xp, q, k, v, visible, bias)
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
     with np.errstate(all="ignore"):
-        if bias is not None:
-            seen = seen & (bias != -np.inf)
-        lead = np.broadcast_shapes(*(repeat_heads(x, q).shape[:-2] for x in (q, k, v)))
-        seen = xp.broadcast_to(seen, (*lead, q.shape[-2], k.shape[-2]))
-        dead, empty = (~seen.any(axis)[..., None] for axis in (-2, -1))
 
         def taken(x, hidden, like):
             return xp.zeros(like.shape, work) if x is None else xp.where(hidden, 0, repeat_heads(x, q).astype(work))
@@ -125,10 +120,7 @@ def differentiate(
             s = rounded(s + bias.astype(work))
             ts = ts if tbias is None else rounded(ts + tbias.astype(work))
         s, ts = xp.where(seen, s, -np.inf), xp.where(seen, ts, 0)
-        m = s.max(-1) if s.shape[-1] else xp.full(s.shape[:-1], -np.inf, work)
-        none = (m == -np.inf)[..., None]
-        p = xp.where(none, 0, xp.exp(s - m[..., None]))
-        l = p.sum(-1)
+        m, l, p, none = exponentials(xp, s)
         p = short(xp.where(none, 0, p / l[..., None]))
         z = 1 if keep is None else keep * work.type(keep_scale)
         tlse = rounded((p * ts).sum(-1))

@@ -108,14 +108,9 @@ def solve(
         return x if operand is None else operand(x)
 
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = xp.ones((), bool) if visible is None else visible
+    seen, dead, empty = visibility(xp, q, k, v, visible, bias)
     with np.errstate(all="ignore"):
-        q_rows, key_heads, value_heads = read = [factor(repeat_heads(x, q).astype(work)) for x in (q, k, v)]
-        shape = (*np.broadcast_shapes(*(x.shape[:-2] for x in read)), q.shape[-2], k.shape[-2])
-        if bias is not None:
-            seen = seen & (bias != -np.inf)
-        seen = xp.broadcast_to(seen, shape)
-        dead, empty = (~seen.any(axis)[..., None] for axis in (-2, -1))
+        q_rows, key_heads, value_heads = (factor(repeat_heads(x, q).astype(work)) for x in (q, k, v))
         key_heads, value_heads = (xp.where(dead, 0, x) for x in (key_heads, value_heads))
         q_rows = xp.where(empty, 0, q_rows)
         s = rounded(scale * rounded(q_rows @ key_heads.swapaxes(-1, -2)))
@@ -129,10 +124,7 @@ def solve(
         if bias is not None:
             s = rounded(s + bias.astype(work))
         s = xp.where(seen, s, -np.inf)
-        m = s.max(-1) if s.shape[-1] else xp.full(shape[:-1], -np.inf, work)
-        none = (m == -np.inf)[..., None]
-        p = xp.where(none, 0, xp.exp(s - m[..., None]))
-        l = p.sum(-1)
+        m, l, p, none = exponentials(xp, s)
         p = softmax(s, axis=-1).astype(work) if softmax and s.shape[-1] else p / l[..., None]
         p = rounded(xp.where(none, 0, p))
         z = 1 if keep is None else keep * work.type(keep_scale)
@@ -164,6 +156,24 @@ def arithmetic(q, low):
         return x if low is None or low == work else x.astype(low).astype(work)
 
     return xp, work, rounded
+
+
+def visibility(xp, q, k, v, visible, bias):
+    """Return what may be seen, (..., Hq, Nq, Nk), and which keys no row sees and which rows see no key, (..., 1)."""
+    lead = np.broadcast_shapes(*(repeat_heads(x, q).shape[:-2] for x in (q, k, v)))
+    seen = xp.ones((), bool) if visible is None else visible
+    if bias is not None:
+        seen = seen & (bias != -np.inf)
+    seen = xp.broadcast_to(seen, (*lead, q.shape[-2], k.shape[-2]))
+    return seen, *(~seen.any(axis)[..., None] for axis in (-2, -1))
+
+
+def exponentials(xp, s):
+    """Return m, l, exp(s - m), and which rows, (..., 1), have no finite score."""
+    m = s.max(-1) if s.shape[-1] else xp.full(s.shape[:-1], -np.inf, s.dtype)
+    none = (m == -np.inf)[..., None]
+    p = xp.where(none, 0, xp.exp(s - m[..., None]))
+    return m, p.sum(-1), p, none
 
 
 def sum_to(x, shape):

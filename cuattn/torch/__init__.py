@@ -1,4 +1,7 @@
-"""Attention for PyTorch: :func:`cuattn.attention` with gradients, of first and second order, and a drop-in for SDPA."""
+"""Attention for PyTorch: :func:`cuattn.attention` with gradients, of first and second order, and a drop-in for SDPA.
+
+Tested with PyTorch 2.11 and 2.13.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,8 @@ def attention(
     -----
     Differentiable twice, in any mix of reverse and forward mode: ``torch.autograd.grad(create_graph=True)``,
     ``torch.func.grad``, ``jvp``, ``vjp``, ``hessian`` and ``vmap``.  Under autocast all are cast as for PyTorch's own
-    attention.
+    attention.  ``torch.compile`` and ``torch.export`` take it into one graph, of any shapes, with masks that are
+    tensors, host ``ColumnMask`` or ``BlockMask``, and functions that capture only globals; other calls break it.
 
     Examples
     --------
@@ -81,6 +85,15 @@ def attention(
     >>> q, k, v = torch.randn(3, 2, 4, 128, 32).requires_grad_()
     >>> o = cuattn.torch.attention(q, k, v, is_causal=True)
     >>> o.sum().backward()
+
+    A product with the Hessian, by forward mode over reverse:
+
+    >>> def energy(k):
+    ...     return cuattn.torch.attention(q.detach(), k, v.detach()).square().sum()
+    >>> way = torch.randn_like(k)
+    >>> _, product = torch.func.jvp(torch.func.grad(energy), (k.detach(),), (way,))
+    >>> product.shape == k.shape
+    True
     """
     if not isinstance(q, torch.Tensor):
         raise DtypeError(f"q is {type_name(q)}; expected a torch.Tensor")

@@ -59,7 +59,7 @@ def attention(
     if not known or _transformed():
         return _run(q, k, v, options, mask, bias, score, score_args, deterministic, return_lse)
     is_causal = options["is_causal"]
-    seed = eager.seed_for(q, options["dropout_p"]) if options["dropout_p"] else None
+    seed = eager.seed_for(options["dropout_p"]) if options["dropout_p"] else None
     left, right, align = (*(options["window"] or ()), None, None, None)[:3]
     o, l, m = torch.ops.cuattn.forward(
         q, k, v, bias, array, columns, seed,

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 import cuattn
 from cuattn.rng import threshold
+from cuattn.torch import core
 from cuattn.torch.autograd import Attention, Jvp, innermost, of_operands, record_output, record_statistics, transforms
 from cuattn.torch.core import Call, Tensors, state_of
 
@@ -22,7 +23,7 @@ def attention(
         q.requires_grad or any(getattr(x, "requires_grad", False) for x in (k, v, bias, *score_args))
     )
     transformed = transforms()
-    seed = seed_for(q, options["dropout_p"]) if options["dropout_p"] else None
+    seed = seed_for(options["dropout_p"], q) if options["dropout_p"] else None
     if not differentiated and not transformed:
         keywords = dict(options, mask=mask, bias=bias, score=score, score_args=score_args, rng=state_of(seed))
         if not return_lse:
@@ -52,14 +53,15 @@ def _along_tangents(call: Call, operands: Tensors) -> Tensors:
     tangents = of_operands([pair and pair.tangent for pair in pairs])
     if all(tangent is None for tangent in tangents):
         return Attention.apply(call, *operands)
-    o, l, m, to, tlse = Jvp.apply(call, *tangents, *[pair and pair.primal for pair in pairs])
+    jvp = core.jvp if innermost() is None else Jvp.apply
+    o, l, m, to, tlse = jvp(call, *tangents, *[pair and pair.primal for pair in pairs])
     return forward_ad.make_dual(o, to), l, forward_ad.make_dual(m, tlse)
 
 
-def seed_for(q: Any, dropout_p: Any) -> torch.Tensor | None:
-    """Return a seed from PyTorch's generator: on the host, or on the GPU where a graph is captured, to be replayed."""
+def seed_for(dropout_p: Any, q: Any = None) -> torch.Tensor | None:
+    """Return a seed from PyTorch's generator: on the host, or on q's GPU where a graph is captured, to be replayed."""
     if not threshold(dropout_p):
         return None
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if q is not None and q.is_cuda and torch.cuda.is_current_stream_capturing():
         return torch.randint(2**32, (), device=q.device)
-    return torch.randint(2**63 - 1, ())
+    return torch.randint(2**63 - 1, (), device="cpu")

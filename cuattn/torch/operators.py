@@ -39,9 +39,8 @@ def number_of(function: Any, pattern: tuple[bool, ...]) -> int:
 
 def _call(columns: Any, mask: Any, scores: Sequence[Any], options: Sequence[Any]) -> tuple[Call, Any]:
     """Return the call that an operator's arguments say, and the mask among its operands."""
-    sizes, numbers, score, visible, is_causal, left, right, align, scale, softcap, dropout_p, enable_gqa, repeat = (
-        options
-    )
+    sizes, numbers, score, visible, *options = options
+    is_causal, left, right, align, scale, softcap, dropout_p, enable_gqa, deterministic = options
     window = (left, right, align) if align else (left, right)
     kept = {
         "is_causal": {"": False, "True": True}.get(is_causal, is_causal),
@@ -60,7 +59,7 @@ def _call(columns: Any, mask: Any, scores: Sequence[Any], options: Sequence[Any]
         own, mask = _mask_of(BlockMask, mask, sizes), None
     function, pattern = _functions[score] if score >= 0 else (None, ())
     tensors, rest = iter(scores), iter(numbers)
-    return Call(kept, own, function, [next(tensors if one else rest) for one in pattern], repeat), mask
+    return Call(kept, own, function, [next(tensors if one else rest) for one in pattern], deterministic), mask
 
 
 def _mask_of(make: Callable[..., Any], array: Any, sizes: Sequence[int]) -> Any:
@@ -68,11 +67,8 @@ def _mask_of(make: Callable[..., Any], array: Any, sizes: Sequence[int]) -> Any:
     if array.is_inference():
         return make(array, *sizes)
     key = array.data_ptr(), array._version, array.shape, array.stride(), array.dtype, array.device, *sizes
-    found = _masks.pop(key, None) or (
-        make(array, *sizes),
-        array,
-    )  # the array is kept, so that its address stays its own
-    _masks[key] = found
+    found = _masks.pop(key, None) or (make(array, *sizes), array)
+    _masks[key] = found  # with the array, so that its address stays its own
     if len(_masks) > _MASKS:
         _masks.popitem(last=False)
     return found[0]
@@ -130,7 +126,7 @@ def _differentiated(args: Sequence[Any]) -> list[Any]:
 
 
 def _keep_forward(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.n_scores, ctx.options = len(inputs[_N]), inputs[_N + 1 :]
+    ctx.options = inputs[_N + 1 :]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *inputs[:_N], *inputs[_N])
 
@@ -145,7 +141,7 @@ def _differentiate_forward(ctx: Any, do: Any, _: Any, dlse: Any) -> tuple[Any, .
 
 def _keep_backward(ctx: Any, inputs: Any, output: Any) -> None:
     do, dlse, _, _, _, *args = inputs
-    ctx.n_scores, ctx.options = len(args[_N]), args[_N + 1 :]
+    ctx.options = args[_N + 1 :]
     ctx.save_for_backward(do, dlse, *args[:_N], *args[_N])
 
 

@@ -130,7 +130,8 @@ struct TangentConsumer {
         if constexpr (!cfg::moves) return;
         unroll<2>([&](int r) {
             mean[r] = (grown ? mean[r] * factor[r] : mean[r]) + (chain[2 * r] + chain[2 * r + 1]);
-            const float sum = quad_sum(state.sum[r]), next = sum == 0.0f ? 0.0f : __fdividef(quad_sum(mean[r]) * tangent_scale(), sum);
+            const float sum = quad_sum(state.sum[r]), moved_sum = quad_sum(mean[r]);  // by all lanes, whichever rows are empty
+            const float next = sum == 0.0f ? 0.0f : __fdividef(moved_sum * tangent_scale(), sum);
             delta[r] = centre[r] - next;
             centre[r] = next;
         });

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LATE = {"bench/llama", "bench/fuzz"}  # imported by functions that need them
+LATE = {"bench/llama", "bench/fuzz", "bench/gallery"}  # imported by functions that need them
 
 
 def declared(*names):

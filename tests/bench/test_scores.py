@@ -105,6 +105,15 @@ def test_bars_are_counted_beside_the_fastest_peer():
     assert bars.standings(bars.BARS["scores"], failed)[0]["worst"] == 0
 
 
+def test_limits_of_the_host_are_pytorchs_time_where_the_machine_is_slow():
+    ours = {"case": "host/d64-N256-full/backward", "runner": "cuattn", "rate": 35.0}
+    for plain, limit, met in ((10.0, "<= 25", False), (18.0, "<= 36", True)):
+        case, runner = bars.PLAIN
+        rows = [ours, {"case": case, "runner": runner, "rate": plain}]
+        (line,) = bars.standings(bars.BARS["portable"], rows)
+        assert (line["to reach"], line["met"]) == (limit, met)
+
+
 def test_limits_count_what_a_function_costs_beyond_the_plain_call():
     plain, alibi = ({"case": f"scores-host/d64-N256-full{end}/forward", "runner": "cuattn", "rate": rate}
                     for end, rate in (("", 9.0), ("-alibi", 10.5)))  # fmt: skip

@@ -135,6 +135,7 @@ def test_fresh_dropout_is_drawn_once():
 
     for states in zip(*spawn(work, ranks=3), strict=True):
         assert len(set(states)) == 1 and isinstance(states[0], cuattn.RNGState)
+    assert spawn(lambda comm: distributed.forward(x, x, x, comm=comm, rng=3).rng_state, ranks=2) == [None, None]
 
 
 def test_results_go_where_they_are_wanted():

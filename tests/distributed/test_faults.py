@@ -76,8 +76,10 @@ def test_functions_differ_by_what_they_are_and_capture():
         ({"layout": Layout.contiguous(60, 2)}, ShapeError, "layout has lengths"),
         ({"layout": 3}, ArgumentError, "layout is 3"),
         ({"bias": np.zeros((32, 32), np.float32)}, ShapeError, "by all 64 keys"),
+        ({"bias": np.zeros((40, 64), np.float32)}, ShapeError, "bias has shape (40, 32)"),
         ({"window": ((-1, 0), (-1, 0))}, ArgumentError, "window's left is -1"),
         ({"algorithm": "star"}, ArgumentError, "algorithm is 'star'"),
+        ({"rng": "x"}, DtypeError, "rng has type str"),
         ({"sale": 3}, TypeError, "unexpected keyword argument 'sale'"),
         ({"origin": cuattn.Origin(row=16)}, ArgumentError, "layout has the rest"),
         ({"layout": Layout.contiguous(64, 2, unit=1), "dropout_p": 0.5, "rng": 0, "is_causal": 7}, ArgumentError, ""),
@@ -95,6 +97,8 @@ def test_what_one_refuses_all_do():
     for error in found:
         assert type(error) is DistributedError and list(error.ranks) == [1] and "DtypeError" in error.ranks[1]
     assert isinstance(found[1].__cause__, DtypeError)
+    whole = np.ones((2, 32, 8), int)
+    assert [type(error) for error in errors(lambda rank: ((whole,) * 3, {}))] == [DtypeError] * 2
     bias = np.zeros((32, 96), np.float32)
     found = errors(lambda rank: ((X, X, X), {"bias": bias[rank:]}), ranks=3)
     assert all(type(error) is DistributedError and list(error.ranks) == [1, 2] for error in found)

@@ -233,6 +233,18 @@ def test_gpu_results_are_the_callers_kind_of_array(name, together):
         assert contiguous and (0 in shape or (result.data_ptr() if name == "torch" else result.data.ptr) == address)
 
 
+@pytest.mark.parametrize("shape", [(), (7, 0), (2, 1, 5)])
+def test_models_have_no_memory(shape):
+    torch = library("torch")
+    with torch.inference_mode():
+        model = torch_tensors.model_of(shape, torch.bfloat16, torch.device("cpu"))
+    results = [torch.empty_like(model) for _ in range(2)]
+    assert model.untyped_storage().nbytes() == 0
+    for result in results:
+        assert (result.shape, result.stride()) == (shape, torch.empty(shape).stride())
+        assert result.fill_(1).sum() == result.numel() and not result.is_inference()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["torch", "cupy"])
 def test_gpu_any_result_keeps_a_shared_piece_of_memory(name):

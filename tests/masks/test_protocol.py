@@ -122,6 +122,15 @@ def test_parts(mask, data):
         assert type(part) is masks.ColumnMask
 
 
+@given(ANY.filter(lambda mask: mask.kind != "chequered"), st.data())
+def test_heads(mask, data):
+    dense, count = mask.dense(), mask.leading[-1] if mask.leading else 1
+    start = data.draw(st.integers(0, count - 1)) if count else 0
+    stop = data.draw(st.integers(start, count))
+    some = mask.heads(start, stop)
+    assert_array_equal(some.dense(), dense[..., start:stop, :, :] if count != 1 else dense)
+
+
 @given(ANY)
 def test_identity(mask):
     again = pickle.loads(pickle.dumps(mask))

@@ -110,6 +110,12 @@ def test_checkpoints_replay_dropout(reentrant):
     assert not torch.equal(results[0][0], attention(q, k, v, enable_gqa=True, dropout_p=0.5))
 
 
+def test_the_seed_does_not_follow_the_default_device():
+    q, k, v = operands()
+    with torch.device("meta"):
+        assert attention(q, k, v, enable_gqa=True, dropout_p=0.5).device.type == "cpu"
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 def test_autocast_is_that_of_sdpa(recorded):
     for dtype in (torch.float32, torch.float16, torch.float64):

@@ -176,6 +176,13 @@ def test_forward_mode_is_one_pass(monkeypatch):
     assert calls == ["jvp"] * 3
 
 
+def test_the_older_vmap_of_gradients_is_refused_with_advice():
+    q, k, v = operands()
+    o = gqa(q, k, v)
+    with pytest.raises(cuattn.UnsupportedError, match=r"take torch\.func's jacrev or vmap for is_grads_batched"):
+        torch.autograd.grad(o, q, torch.stack([o, o]).detach(), is_grads_batched=True)
+
+
 def test_a_third_derivative_is_refused():
     q, k, v = (x.detach() for x in operands())
     third = func.grad(lambda x: func.hessian(number(lambda q: gqa(q, k, v)))(x).sum())

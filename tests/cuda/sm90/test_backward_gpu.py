@@ -17,7 +17,6 @@ from tests.cuda.gpu import Problem, hostile, made
 from tests.cuda.gpu import named as named_among
 from tests.cuda.gpu import poisoned_memory as poisoned_memory
 from tests.cuda.sm80.test_score_gpu import check, results
-from tests.cuda.sm90.test_forward_gpu import hopper as hopper
 from tests.cuda.test_graph_gpu import CuPy
 
 pytestmark = pytest.mark.gpu

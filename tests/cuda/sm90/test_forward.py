@@ -43,6 +43,15 @@ def test_argument(driver):
     assert (found.path, found.kernel) == ("sm90/fwd.cu", "attention_forward")
 
 
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_multiprocessors_are_left_to_others(operation, driver):
+    p = problem(operation=operation, sm_margin=12)
+    made = families.launch_sequence(p, operands(p), ())
+    (persistent,) = (kernel for kernel in made._kernels if kernel._found[1] in ("sm90/fwd.cu", "sm90/bwd.cu"))
+    assert persistent._shape[0] == 120
+    assert H200.without(200).multiprocessors == 1
+
+
 def test_views(driver):
     p = problem()
     q, k, _, o = shapes(driver, p, operands(p, swap=True))

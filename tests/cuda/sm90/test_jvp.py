@@ -96,7 +96,7 @@ def test_other_calls_are_left_to_the_portable_kernel(driver):
         families.launch_sequence(replace(call.problem, kernel="sm90"), *call[1:3])
 
 
-@pytest.mark.parametrize("case", COMPILED + MORE, ids=str)
+@pytest.mark.parametrize("case", COMPILED + MORE, ids=lambda case: case.name)
 def test_spills(case, driver):
     call = prepared(case, "jvp", kernel="sm90")
     crowded = call.problem.dropout or call.problem.masks or call.problem.bias

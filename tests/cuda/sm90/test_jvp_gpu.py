@@ -17,14 +17,6 @@ from tests.tolerances import assert_close
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def hopper():
-    import cupy
-
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs compute capability 9.0")
-
-
 OWN = [
     sized("long", 150, 2200, 128, batch=(1,)),
     sized("long causal", 900, 900, batch=(1,), heads=1, kv_heads=1, options={"is_causal": True}),

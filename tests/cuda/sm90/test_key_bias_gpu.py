@@ -10,7 +10,6 @@ from tests.cuda.cases import BF16, Case, bias_of, columns_of, same_bits, sized
 from tests.cuda.gpu import made
 from tests.cuda.scores import Score
 from tests.cuda.sm80.test_score_gpu import check, results
-from tests.cuda.sm90.test_forward_gpu import hopper as hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +20,7 @@ CASES = [
     *(sized(f"d{d} causal", 700, 700, d, bias=bias_of(1, 0, 0, 1), options={"is_causal": True}) for d in (64, 128)),
     *(sized(f"d{d} columns", 300, 700, d, bias=bias_of(1, 0, 0, 1), mask=columns_of) for d in (64, 128)),
     *(sized(f"d{d} grouped", 300, 700, d, heads=4, bias=bias_of(1, 1, 0, 1)) for d in (64, 128)),
-    sized("d64 dropout", 300, 700, bias=bias_of(1, 0, 0, 1), options={"dropout_p": 0.1, "rng": 42}),
+    sized("d64 dropout", 300, 700, bias=bias_of(1, 0, 0, 1), options={"dropout_p": 0.2, "rng": 3}),
     sized("d128 negative scale", 300, 700, 128, bias=bias_of(1, 0, 0, 1, dtype=BF16), options={"scale": -0.3}),
 ]
 PADDED = {
@@ -56,7 +55,8 @@ def test_padding(case, lowest, where, rest):
         lowest = -3.3895314e38  # the least bfloat16
     problem = padded(case, where, lowest, rest)
     problem.check(problem.forward("sm90"))
-    problem.check(problem.backward("sm90"))
+    # Outliers look at one key, and of what dropout keeps o, rounded, is no number of v.
+    problem.check(problem.backward("sm90"), peaked="dropout" in case.name)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -72,8 +72,8 @@ def test_sizes(head_dim, size):
     problem = made(sized(f"sized {size}", 300, 700, head_dim, bias=bias_of(1, 0, 0, 1)))
     problem.options["bias"] *= np.float32(size)
     problem.check(problem.forward("sm90"))
-    if size <= 1e3:  # beyond that most rows see one key, or as good as one
-        problem.check(problem.backward("sm90", deterministic=True))
+    # Of large ones most rows see one key, or as good as one.
+    problem.check(problem.backward("sm90", deterministic=True), peaked=size > 1e3)
 
 
 LINEAR = {

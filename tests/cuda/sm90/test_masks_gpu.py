@@ -10,7 +10,6 @@ from cuattn import masks
 from cuattn.masks import AllOf, BooleanMask, ColumnMask
 from tests import oracle
 from tests.cuda.cases import F16, to_device
-from tests.cuda.sm90.test_forward_gpu import hopper as hopper
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu

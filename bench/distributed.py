@@ -1,0 +1,393 @@
+"""Attention over the GPUs of this machine, or of a launcher's ranks, beside one GPU of the same run.
+
+    python -m bench.distributed                        # a thread for each GPU
+    mpiexec -n 2 python -m bench.distributed           # a process for each, NCCL between them
+    torchrun --nproc-per-node 2 -m bench.distributed   # the same, and Ulysses over PyTorch's attention beside it
+    python -m bench.distributed --simulate 2 8 64      # what more GPUs would do, by the plan's model
+    python -m bench.distributed --device cpu --tiny    # a toy
+
+A row's time is that of the slowest rank, from a barrier to the end of its work; its efficiency is one GPU's time on the
+same problem over that of all, times their number.  Beside it stands what the model predicts from this run's rates: the
+kernel's on one GPU, and the link's, with a message of 256 MB.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import cuattn
+from bench import harness
+from bench.harness import Point
+from cuattn import distributed, masks
+from cuattn.distributed import Layout, connect, spawn
+from cuattn.distributed.arrays import gathered
+from cuattn.distributed.model import Rates, Size, least, options_of, rates_of
+from cuattn.distributed.work import work_of
+
+D = 128
+HEADS, KV_HEADS = 32, 8  # of the simulation
+_SOME, _FEW = ((32, 32), (32, 8)), ((4, 4), (4, 1))
+LENGTHS = {1 << 15: _SOME, 1 << 17: _SOME, 1 << 19: _FEW, 1 << 20: _FEW}
+TINY = {512: ((4, 4), (4, 2))}
+MESSAGE = 256 << 20
+LONG = 1 << 19  # from here on one call is timed
+
+
+class Case(NamedTuple):
+    """One problem: a mask, a length, heads of queries and of keys, what is computed, and how."""
+
+    mask: str
+    n: int
+    heads: int
+    kv_heads: int
+    direction: str
+    exact: bool = False
+    dropout: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Table, label and direction."""
+        extra = "-deterministic" * self.exact + "-dropout" * bool(self.dropout)
+        return f"distributed/{self.mask}-N{self.n}-H{self.heads}-{self.kv_heads}{extra}/{self.direction}"
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments of both directions."""
+        found: dict[str, Any] = {"enable_gqa": True} | ({"dropout_p": self.dropout} if self.dropout else {})
+        if self.mask == "causal":
+            found["is_causal"] = True
+        elif self.mask == "window":
+            found["window"] = (4095, 0)
+        elif self.mask == "causal_document":
+            found["mask"] = documents(self.n)
+        return found
+
+    def layout(self, ranks: int) -> Layout:
+        """Return the one that balances the mask."""
+        unit = 128 if self.n >= 1 << 12 else 16
+        if self.mask == "causal":
+            return Layout.zigzag(self.n, ranks, unit=unit)
+        if self.mask == "causal_document":
+            return Layout.balanced(documents(self.n), ranks, unit=unit)
+        return Layout.contiguous(self.n, ranks, unit=unit)
+
+    @property
+    def size(self) -> Size:
+        """What the model asks beside."""
+        return Size(self.direction == "backward", 1, self.heads, self.kv_heads, D, D, 2, 4)
+
+
+@functools.cache
+def visible(kind: str, n: int) -> masks.ColumnMask | None:
+    """Return the mask that the model asks."""
+    made = {"causal": masks.causal, "causal_document": documents, "window": lambda n: masks.sliding_window(n, 4096)}
+    return made[kind](n) if kind in made else None
+
+
+@functools.cache
+def documents(n: int) -> masks.ColumnMask:
+    """Return a mask of causal documents of random lengths, an eighth of n at most."""
+    rng, lengths = np.random.default_rng(0), []
+    while (left := n - sum(lengths)) > 0:
+        lengths.append(min(int(rng.integers(n // 64, n // 8)), left))
+    return masks.causal_document(lengths)
+
+
+def cases(lengths: dict[int, tuple[tuple[int, int], ...]]) -> list[Case]:
+    """Return what is measured, the short before the long."""
+    found = []
+    for n, heads in lengths.items():
+        for mask in ("full", "causal", "causal_document", "window"):
+            for pair in heads:
+                found += [Case(mask, n, *pair, direction) for direction in ("forward", "backward")]
+        found.append(Case("causal", n, *heads[0], "backward", exact=True))
+        if n in (512, 1 << 17):
+            found += [Case("causal", n, *heads[0], direction, dropout=0.1) for direction in ("forward", "backward")]
+    return found
+
+
+class Ranks:
+    """The ranks that measure: a launcher's, of which rank 0 keeps the file, or threads, started for each case."""
+
+    def __init__(self, comm: Any, device: str) -> None:
+        self.comm, self.device = comm, device
+        self.xp = harness.namespace(device)
+        gpus = self.xp.cuda.runtime.getDeviceCount() if device == "cuda" else 0
+        self.size = comm.size if comm.size > 1 else max(gpus, 2)
+        self._devices = [rank % gpus for rank in range(self.size)] if gpus else None  # one may have two, to try it
+
+    def run(self, work: Any, *arguments: Any) -> Any:
+        """Call ``work(comm, *arguments)`` on all ranks; return what rank 0 returns."""
+        if self.comm.size == 1:
+            return spawn(work, *arguments, ranks=self.size, devices=self._devices)[0]
+        self.comm.allgather((work, arguments))
+        return work(self.comm, *arguments)
+
+    def follow(self) -> None:
+        """Do, on any rank but 0, what rank 0 does, until it has nothing more."""
+        while (task := self.comm.allgather(None)[0]) is not None:
+            work, arguments = task
+            try:
+                work(self.comm, *arguments)
+            except cuattn.CuattnError:  # rank 0 tells of it
+                continue
+
+    def finish(self) -> None:
+        """Let the others go."""
+        if self.comm.size > 1:
+            self.comm.allgather(None)
+
+
+def arrays(case: Case, device: str, rows: Layout | None = None, rank: int = 0) -> list[Any]:
+    """Return q, k, v, do of the whole problem, or of a rank."""
+    xp = harness.namespace(device)
+    dtype = np.dtype(ml_dtypes.bfloat16 if device == "cuda" else np.float32)
+    n, found = case.n if rows is None else rows.lengths[rank], []
+    for index, heads in enumerate((case.heads, case.kv_heads, case.kv_heads, case.heads)):
+        rng = xp.random.default_rng(100 * rank + index)
+        found.append(xp.empty((1, heads, n, D), dtype))
+        for head in range(heads):
+            found[-1][0, head] = rng.standard_normal((n, D), dtype=xp.float32).astype(dtype)
+    return found
+
+
+def samples(call: Any, comm: Any, device: str, seconds: float, n: int) -> list[float]:
+    """Return the seconds of calls that begin together, of the slowest rank."""
+    xp, found = harness.namespace(device), []
+
+    def once() -> float:
+        harness.synchronize(xp)
+        comm.barrier()
+        begin = time.perf_counter()
+        call()
+        harness.synchronize(xp)
+        return max(comm.allgather(time.perf_counter() - begin))
+
+    first = once()  # compiles
+    if n < LONG:
+        first = once()
+    for _ in range(1 if n >= LONG else int(np.clip(seconds / max(first, 1e-6), 3, 20))):
+        found.append(once())
+    return found
+
+
+def together(comm: Any, case: Case, device: str, seconds: float) -> dict[str, Any]:
+    """Time a case over ranks."""
+    layout, options = case.layout(comm.size), case.options()
+    q, k, v, do = arrays(case, device, layout, comm.rank)
+    placing, first = dict(comm=comm, layout=layout), {"rng": 1} if case.dropout else {}
+
+    def forward() -> Any:
+        return distributed.forward(q, k, v, **placing, **options, **first)
+
+    call = forward
+    if case.direction == "backward":
+        fwd, exact = forward(), {"deterministic": True} if case.exact else {}
+
+        def call() -> Any:
+            return distributed.backward(do, q, k, v, fwd, **placing, **options, **exact)
+
+    plan = distributed.plan(q, k, v, direction=case.direction, **placing, **options)
+    spent = samples(call, comm, device, seconds, case.n)
+    return {"samples": spent, "algorithm": plan.algorithm, "balance": plan.balance, "received": plan.bytes}
+
+
+def alone(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
+    """Time a case on the first rank's device; the others wait."""
+    if comm.rank:
+        return []
+    q, k, v, do = arrays(case, device)
+    options, exact = case.options(), {"deterministic": True} if case.exact else {}
+    first = {"rng": 1} if case.dropout else {}
+    call = functools.partial(cuattn.forward, q, k, v, **options, **first)
+    if case.direction == "backward":
+        call = functools.partial(cuattn.backward, do, q, k, v, call(), **options, **exact)
+    return samples(call, connect(None) if comm.size == 1 else _Single(), device, seconds, case.n)
+
+
+class _Single:
+    """A comm of one rank, whatever has started the others."""
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the object."""
+        return [obj]
+
+
+def ulysses(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
+    """Time PyTorch's attention over heads that its own all-to-all exchanges."""
+    import torch
+    from torch.distributed import all_to_all_single
+
+    if case.mask not in ("full", "causal") or case.dropout or case.kv_heads % comm.size:
+        return []
+    n, grouped = case.n // comm.size, case.heads != case.kv_heads
+    kind = dict(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    q, k, v, do = (
+        torch.randn(n, heads, D, **kind, requires_grad=True)
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    )
+
+    class Swap(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, inward):
+            context.inward = inward
+            x = x.unflatten(1, (comm.size, -1)).transpose(0, 1) if inward else x.unflatten(0, (comm.size, -1))
+            found = torch.empty_like(x, memory_format=torch.contiguous_format)
+            all_to_all_single(found, x.contiguous())
+            return found.flatten(0, 1) if inward else found.transpose(0, 1).flatten(1, 2)
+
+        @staticmethod
+        def backward(context, gradient):
+            return Swap.apply(gradient, not context.inward), None
+
+    def forward():
+        whole = (Swap.apply(x, True).transpose(0, 1)[None] for x in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(
+            *whole, is_causal=case.mask == "causal", enable_gqa=grouped
+        )
+        return Swap.apply(o[0].transpose(0, 1), False)
+
+    call = forward
+    if case.direction == "backward":
+        o = forward()
+
+        def call():
+            torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+    return samples(call, comm, device, seconds, case.n)
+
+
+def link(comm: Any, device: str, size: int) -> float:
+    """Return the bytes in a second that a rank receives while all send to all."""
+    mine = harness.namespace(device).zeros(size, np.uint8)
+    best = min(samples(lambda: gathered(comm, mine, [mine.shape] * comm.size), comm, device, 0.2, 0))
+    return (comm.size - 1) * size / best
+
+
+def measure(ranks: Ranks, arguments: Any, case: Case) -> dict[str, dict[str, Any]]:
+    """Return the rows of a case."""
+    device, seconds = ranks.device, arguments.seconds
+    single = ranks.run(alone, case, device, seconds)
+    found = ranks.run(together, case, device, seconds)
+    one, many = statistics.median(single), statistics.median(found["samples"])
+    layout, flops = Layout.contiguous(case.n, 1), case.size.flops
+    elements = work_of(layout, layout, visible(case.mask, case.n)).elements.sum()
+    link_rate = ranks.run(_link, device, min(MESSAGE, case.n << 13))
+    rates = rates_of("cuda" if device == "cuda" else "cpu", 2, ranks.size)
+    rates = Rates(
+        elements * flops / one, link_rate, link_rate, rates.memory, rates.latency, ranks.size, rates.overlapped
+    )
+    predicted = predict(case, ranks.size, rates, found["algorithm"])
+    about = {"problem": case._asdict(), "ranks": ranks.size}
+    rows = {
+        "cuattn-1": {**about, **harness.timing.timed(single)},
+        f"cuattn-{ranks.size}": {
+            **about,
+            **harness.timing.timed(found["samples"]),
+            "efficiency": round(one / many / ranks.size, 4),
+            "predicted_us": round(predicted * 1e6, 1),
+            "link_gb_s": round(link_rate / 1e9, 1),
+            **{name: found[name] for name in ("algorithm", "balance", "received")},
+        },
+    }
+    if "RANK" in os.environ and (spent := ranks.run(ulysses, case, device, seconds)):
+        rows["torch-ulysses"] = {**about, **harness.timing.timed(spent)}
+    return rows
+
+
+@functools.cache
+def _known_link(size: int) -> list[float]:
+    return []
+
+
+def _link(comm: Any, device: str, size: int) -> float:
+    known = _known_link(size)
+    rate = link(comm, device, size) if not known else known[0]
+    comm.barrier()
+    known[:] = [rate]
+    return rate
+
+
+def predict(case: Case, ranks: int, rates: Rates, algorithm: str) -> float:
+    """Return the seconds that the model gives a case."""
+    return _options(case, ranks, rates)[algorithm][0].seconds
+
+
+def simulate(counts: list[int], lengths: tuple[int, ...] = (1 << 17, 1 << 20)) -> None:
+    """Print what many GPUs would do: the plan's model, with the rates that it assumes."""
+    rates = rates_of("cuda", 2, 8)
+    print(f"assumed: bfloat16, {HEADS} query and {KV_HEADS} key heads of {D}, {rates.flops / 1e12:.0f} TFLOP/s a GPU")
+    print(f"on visible elements; {rates.link / 1e9:.0f} GB/s within islands of {rates.island}, between them")
+    print(f"{rates.between / 1e9:.0f} GB/s; {rates.latency * 1e6:.0f} us a message")
+    heads = ("mask", "N", "direction", "GPUs", "algorithm", "ms", "efficiency", "balance", "GB in")
+    print("{:<16} {:>8} {:<9} {:>5} {:<9} {:>9} {:>10} {:>7} {:>7}".format(*heads))
+    for mask, n in itertools.product(("full", "causal", "causal_document", "window"), lengths):
+        for direction in ("forward", "backward"):
+            case = Case(mask, n, HEADS, KV_HEADS, direction)
+            base = _options(case, 1, rates)["needed"][0].seconds
+            for count in counts:
+                options = _options(case, count, rates)
+                name = least(options)
+                found = options[name][0]
+                share = base / found.seconds / count
+                print(
+                    f"{mask:<16} {n:>8} {direction:<9} {count:>5} {name:<9} {found.seconds * 1e3:>9.2f} {share:>10.3f} "
+                    f"{found.balance:>7.2f} {found.received / 1e9:>7.2f}"
+                )
+
+
+def _options(case: Case, ranks: int, rates: Rates) -> Any:
+    layout = case.layout(ranks)
+    return options_of(layout, layout, visible(case.mask, case.n), case.size, rates, case.kv_heads)
+
+
+def points(arguments: Any, ranks: Ranks) -> list[Point]:
+    """Return what to measure."""
+    runners = ("cuattn-1", f"cuattn-{ranks.size}")
+    return [
+        Point(case.name, runners, functools.partial(measure, ranks, arguments, case))
+        for case in cases(TINY if arguments.tiny else LENGTHS)
+    ]
+
+
+def main() -> None:
+    """Measure, or simulate."""
+    more = {"--simulate": dict(nargs="*", type=int, metavar="GPUS", help="print the model's table and stop")}
+    arguments = harness.parser(__doc__, "distributed", more).parse_args()
+    if arguments.simulate is not None:
+        return simulate(arguments.simulate or [2, 4, 8, 16, 64, 256, 1024])
+    group = None
+    if "RANK" in os.environ:
+        import torch
+
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if arguments.device == "cuda":
+            torch.cuda.set_device(local)
+            harness.namespace("cuda").cuda.Device(local).use()
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if arguments.device == "cuda" else "gloo")
+        group = torch.distributed.group.WORLD
+    elif arguments.device == "cuda":
+        harness.namespace("cuda")  # so that processes take a GPU each
+    with connect(group) as comm:
+        ranks = Ranks(comm, arguments.device)
+        if comm.rank:
+            return ranks.follow()
+        harness.run(arguments, points(arguments, ranks), {"tiny": arguments.tiny, "ranks": ranks.size})
+        ranks.finish()
+
+
+if __name__ == "__main__":
+    # Functions are sent to other ranks by name, which must be this module's.
+    from bench.distributed import main as run
+
+    run()

@@ -1,0 +1,95 @@
+"""How NCCL is called, and what becomes of what does not finish: with a stand-in for CuPy."""
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cuattn.distributed import DistributedError, connect, host
+
+
+class Array:
+    """Stands for an array on a GPU."""
+
+    def __init__(self, address, nbytes):
+        self.data, self.nbytes = SimpleNamespace(ptr=address), nbytes
+
+
+class Event:
+    """An event that happens when the test says so."""
+
+    happens = True
+
+    def __init__(self, **_):
+        self.recorded = False
+
+    def record(self, stream):
+        self.recorded = True
+
+    @property
+    def done(self):
+        return self.recorded and self.happens
+
+
+class NcclCommunicator:
+    """Takes down what it is asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append((name, *args))
+
+    def rank_id(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    nccl, events = NcclCommunicator(), type("Events", (Event,), {})
+    library = SimpleNamespace(
+        NCCL_UINT8=1,
+        groupStart=lambda: nccl.calls.append(("start",)),
+        groupEnd=lambda: nccl.calls.append(("end",)),
+    )
+    stream = SimpleNamespace(ptr=7)
+    cuda = SimpleNamespace(nccl=library, Event=events, Device=contextlib.nullcontext, get_current_stream=lambda: stream)
+    monkeypatch.setattr(host, "load_cupy", lambda name: SimpleNamespace(cuda=cuda))
+    return SimpleNamespace(nccl=nccl, events=events)
+
+
+def test_messages_are_one_group_of_bytes(fake):
+    with connect(fake.nccl) as comm:
+        comm.exchange([(1, Array(16, 96))], [(1, Array(32, 64)), (1, Array(48, 8))])
+        asked = [call for call in fake.nccl.calls if call[0] != "check_async_error"]
+    assert (comm.rank, comm.size) == (0, 2)
+    assert asked == [
+        ("start",),
+        ("send", 16, 96, 1, 1, 7),
+        ("recv", 32, 64, 1, 1, 7),
+        ("recv", 48, 8, 1, 1, 7),
+        ("end",),
+    ]
+    assert ("destroy",) not in fake.nccl.calls  # it is the caller's
+
+
+def test_what_does_not_finish_is_aborted(fake):
+    fake.events.happens = False
+    comm = connect(fake.nccl, timeout=0.05)
+    comm.exchange([(1, Array(16, 96))], [])
+    end = time.monotonic() + 5
+    while ("abort",) not in fake.nccl.calls and time.monotonic() < end:
+        time.sleep(0.01)
+    assert ("abort",) in fake.nccl.calls
+    for text in ("did not finish within 0.05 s", "the comm is broken"):
+        with pytest.raises(DistributedError, match=text):
+            comm.exchange([(1, Array(16, 96))], [])
+
+
+def test_host_arrays_are_seen():
+    assert host.on_gpu([(0, Array(0, 0))]) and not host.on_gpu([(0, np.zeros(2))])
