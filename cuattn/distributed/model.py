@@ -162,57 +162,63 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1) -
         Ranks of a group, which exchange heads first.
     """
     ranks, axis = work.size, "row" if algorithm == "combine" else "key"
-    seconds = work.elements * (size.flops / inner / rates.flops)
-    needs = work.needs[axis] if algorithm != "ring" else np.tile(work.lengths(axis), (ranks, 1))
+    seconds, rows = work.elements * (size.flops / inner / rates.flops), np.array(work.lengths("row"), float)
+    trimmed = algorithm != "ring" and (axis == "key" or size.backward)
+    moved = (work.needs[axis] if trimmed else np.tile(work.lengths(axis), (ranks, 1))) * (1 - np.eye(ranks))
     there, back = (each / inner for each in size.travels(axis))
-    rows = np.array(work.lengths("row"), float)
-    order = np.arange(ranks)
-    links = np.where(
-        _islands(order * inner, rates)[:, None] == _islands(order * inner, rates), rates.link, rates.between
-    )
-    moved = needs * (1 - np.eye(ranks))
-    begin = np.zeros(ranks)
-    travelling, received = np.zeros(ranks), moved.sum(1) * there + moved.sum(0) * back
-    extra = rows * 3 * size.stays / inner / rates.memory  # to add a part to what there is
+    islands = np.arange(ranks) * inner // max(rates.island, 1)
+    links = np.where(islands[:, None] == islands, rates.link, rates.between)
     if algorithm == "gather":
         travelling = (moved * (there + back) / links).sum(1) + rates.latency
-        begin = travelling + seconds.sum(1)
+        ends = travelling + seconds.sum(1)
     else:
-        sequence = steps(ranks, back > 0)
-
-        def message(fetched: int, returned: int) -> np.ndarray:
-            """Return the seconds of messages: of a stage's parts, and of another's results."""
-            sources, clients = (order - fetched) % ranks, (order + returned) % ranks
-            there_and_back = ((moved[order, sources], there, sources), (moved[clients, order], back, clients))
-            found = sum(n * each / links[order, peers] for n, each, peers in there_and_back)
-            return np.where(found > 0, found + rates.latency, 0)
-
-        begin = travelling = message(sequence[0], 0)
-        for before, step, following in zip([0, *sequence], sequence, [*sequence[1:], 0], strict=False):
-            under_way, own = message(following, before), seconds[order, (order - step) % ranks]
-            computed = begin + own + extra * (own > 0) * (step != sequence[0])
-            travelling = travelling + under_way
-            ready = begin if rates.overlapped else computed
-            begin = np.maximum(
-                computed, np.where(under_way > 0, np.maximum(ready, ready[(order - following) % ranks]), 0) + under_way
-            )
+        adding = rows * 3 * size.stays / inner / rates.memory  # a part to what there is
+        ends, travelling = _timeline(seconds, adding, moved * there / links, moved.T * back / links, rates)
     exchange = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner * (inner - 1) / inner
     swap = exchange / rates.link + 2 * rates.latency if inner > 1 else 0.0
-    last, loads = int(begin.argmax()), seconds.sum(1)
-    total = float(begin[last]) + swap
+    last, loads = int(ends.argmax()), seconds.sum(1)
+    total = float(ends[last]) + swap
     return Cost(
         total,
         float(loads[last]),
         max(total - float(loads[last]), 0.0),
         float(travelling[last]) + swap,
-        float(received.max()) + exchange * (inner > 1),
+        float((moved.sum(1) * there + moved.sum(0) * back).max()) + exchange,
         (1 if algorithm == "gather" else ranks) + 2 * (inner > 1),
         float(loads.max() / loads.mean()) if loads.any() else 1.0,
     )
 
 
-def _islands(ranks: np.ndarray, rates: Rates) -> np.ndarray:
-    return ranks // max(rates.island, 1)
+def _timeline(
+    seconds: np.ndarray, adding: np.ndarray, there: np.ndarray, back: np.ndarray, rates: Rates
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return when ranks are done, and how long their messages travel.
+
+    Parameters
+    ----------
+    seconds : array, (ranks, ranks)
+        That each computes with what it is sent by each.
+    adding : array, (ranks,)
+        For each to add a part to what there is.
+    there, back : array, (ranks, ranks)
+        Seconds in which each receives a part, or results, from each.
+    """
+    ranks = len(seconds)
+    order, sequence = np.arange(ranks), steps(ranks, bool(back.any()))
+
+    def message(fetched: int, returned: int) -> np.ndarray:
+        found = there[order, (order - fetched) % ranks] + back[order, (order + returned) % ranks]
+        return np.where(found > 0, found + rates.latency, 0)
+
+    begin = travelling = message(sequence[0], 0)
+    for before, step, following in zip([0, *sequence], sequence, [*sequence[1:], 0], strict=False):
+        under_way, own = message(following, before), seconds[order, (order - step) % ranks]
+        computed = begin + own + adding * (own > 0) * (step != sequence[0])
+        ready = begin if rates.overlapped else computed
+        arrived = np.maximum(ready, ready[(order - following) % ranks]) + under_way
+        begin = np.maximum(computed, np.where(under_way > 0, arrived, 0))
+        travelling = travelling + under_way
+    return begin, travelling
 
 
 @dataclass(frozen=True)
