@@ -1,6 +1,15 @@
 """What the tests of PyTorch's attention share."""
 
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
 import torch
+
+# What PyTorch's inductor compiles with.
+HAS_COMPILER = bool(shutil.which("g++")) and Path(sysconfig.get_path("include"), "Python.h").exists()
+inductor = pytest.param("inductor", marks=pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler"))
 
 SHAPES = {"q": (2, 4, 5, 3), "k": (2, 2, 6, 3), "v": (2, 2, 6, 2)}
 

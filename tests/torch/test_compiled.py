@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import cuattn  # noqa: E402
 from cuattn import masks  # noqa: E402
 from cuattn.torch import attention, operators  # noqa: E402
-from tests.torch.helpers import double  # noqa: E402
+from tests.torch.helpers import double, inductor  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 
@@ -82,11 +82,12 @@ def test_a_graph_takes_biases_and_score_functions():
     )
 
 
-def test_inductor():
+@pytest.mark.parametrize("backend", [inductor])
+def test_inductor(backend):
     def function(q, k, v):
         return attention(q.relu(), k, v, enable_gqa=True, is_causal=True, return_lse=True)
 
-    same(torch.compile(function, fullgraph=True), function, *operands())
+    same(torch.compile(function, backend=backend, fullgraph=True), function, *operands())
 
 
 @pytest.mark.parametrize("score", [capturing(2.0), lambda s, b, h, i, j, w=2.0: s * w])
@@ -149,7 +150,7 @@ def test_a_mask_that_was_written_to_is_another():
     assert torch.equal(run(), attention(q, q, q))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", inductor])
 def test_checkpoints_replay_dropout(backend):
     q, k, v = (x.detach() for x in operands())
 

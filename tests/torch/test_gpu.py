@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import cuattn  # noqa: E402
 from cuattn.torch import attention, scaled_dot_product_attention  # noqa: E402
-from tests.torch.helpers import textbook  # noqa: E402
+from tests.torch.helpers import inductor, textbook  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +109,7 @@ def test_masks_of_the_library():
         torch.autograd.grad(o.sum(), (q, k, v))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", inductor])
 def test_a_compiled_training_step(backend):
     mask = cuattn.masks.causal_document([80, 120])
 
