@@ -18,7 +18,7 @@ MOST_BATCH = 65535  # of a grid
 _THREADS = _KEYS = 128
 _COLUMNS = {4: 8, 8: 4}  # that one block sums at most, by the bytes of a number
 _REGISTERS = {4: 80, 8: 32}  # numbers that a thread's rows may hold, by the bytes of one
-MOST_DIM = {4: 32, 8: 8}  # coordinates up to which this is quicker than tensor cores, by the bytes of one
+MOST_DIM = {4: 32, 8: 8}  # coordinates that the kernels take, by the bytes of one
 _BLOCKS = 6  # that share a multiprocessor, about
 _FULL = 0.94  # share of the last wave of blocks that is enough
 _MOST_PARTS = 32

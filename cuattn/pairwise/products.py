@@ -29,7 +29,7 @@ _PARAGRAPHS = {
         "float64" computes in float64 and rounds the result; "tf32" permits products in TF32 above 8 coordinates.
     kernel : {None, "cpu", "direct", "sm80", "sm90"}, optional
         What computes: on a GPU differences of coordinates ("direct": without masks, up to 32 of them or 8 in float64)
-        or the named family of attention kernels; None lets the plan choose.""",
+        or the named family of attention kernels; None takes "direct" up to 8 coordinates.""",
     "errors": """ShapeError, DtypeError, ArgumentError, MaskError, UnsupportedError
         When an argument does not fit; the message names it, its value and what was expected.""",
     "accuracy": """Up to 8 coordinates distances are as good as sums of squared differences.  Above, float32 takes them
@@ -81,7 +81,7 @@ def engine(pairs: Pairs) -> Any:
         raise UnsupportedError("kernel is 'cpu' but x is on a GPU; expected an array in host memory")
     from cuattn.pairwise import device
 
-    if wanted in (None, "direct") and device.takes(pairs):
+    if device.takes(pairs) and (wanted == "direct" or (wanted is None and pairs.is_direct)):
         return device
     if wanted == "direct":
         raise UnsupportedError("kernel is 'direct'; expected at most 32 coordinates (8 in float64) and no mask")

@@ -18,6 +18,7 @@ from cuattn.cuda.sm80.jvp import TangentCall
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.backward import Backward
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache
+from cuattn.cuda.sm90.jvp import UNPROVEN
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -39,13 +40,6 @@ class Ring(NamedTuple):
     streamed: int
     stages: int
     shared_bytes: int
-
-
-def is_proven(problem: Problem) -> bool:
-    """Return whether the kernels have run right on a GPU as they are: others are taken where they are asked for."""
-    plain = not (problem.masks or problem.dropout or problem.softcap or problem.score) and problem.group == 1
-    narrow = max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
-    return plain and narrow and problem.operation == "double_backward" and len(problem.tangents) == 3
 
 
 def takes_one_pass(problem: Problem) -> bool:
@@ -110,12 +104,9 @@ class AlongTangents(TangentCall, MappedCall):
             return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
         if widest > _MAX_HEAD_DIM:
             return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
-        if problem.kernel is None and max(problem.n_queries, problem.n_keys) < _SHORT:
-            return "rows and keys are fewer than its tiles have"
-        if problem.kernel is None and not is_proven(problem):
-            return (
-                "it has not been run on such a problem since it was last changed, and is taken by kernel='sm90' alone"
-            )
+        if problem.kernel is None:
+            few = max(problem.n_queries, problem.n_keys) < _SHORT
+            return "rows and keys are fewer than its tiles have" if few else UNPROVEN
         for name in broadcast_heads(self):
             return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return self.layout_reason(filter(self.has, _TANGENTS))
