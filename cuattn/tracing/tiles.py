@@ -91,7 +91,7 @@ def _of_number(value: Any) -> Interval:
     """Return the bounds of a number, which the accumulator may have to round."""
     if isinstance(value, Interval):
         return value
-    is_exact = not isinstance(value, float | np.floating) or np.float32(value) == value
+    is_exact = not isinstance(value, float | np.floating) or float(np.float32(value)) == value
     return point(value) if is_exact else widened(point(value))
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cuattn.tracing.extremes import described
 from cuattn.tracing.functions import MASK, trace
+from cuattn.tracing.graph import constant
 from cuattn.tracing.ranges import Interval, point
 from cuattn.tracing.tiles import bounds, tile_states
 from cuattn.tracing.values import evaluate
@@ -59,6 +60,13 @@ def test_every_value_lies_within_its_bounds(random, block):
             assert found.nan or not np.isnan(dense[b, h]).any(), text
             assert (by_tile(dense[b, h], rows, keys, np.nanmin) >= found.lo).all(), text
             assert (by_tile(dense[b, h], rows, keys, np.nanmax) <= found.hi).all(), text
+
+
+@pytest.mark.parametrize("value", [0.1, -0.7, float(np.tanh(0.75)), 0.25, 3.0])
+def test_numbers_that_float32_rounds_lie_within_their_bounds(value):
+    found = bounds([constant(value)], {})[constant(value)]
+    assert found.lo <= min(value, float(np.float32(value))) and max(value, float(np.float32(value))) <= found.hi
+    assert (found.lo == found.hi) == (value in (0.25, 3.0))
 
 
 @pytest.mark.parametrize(
