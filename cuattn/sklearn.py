@@ -24,11 +24,23 @@ __all__ = ["KernelDensity", "KernelRidge", "NadarayaWatson"]
 _DTYPES = (np.float64, np.float32)
 
 
-class _Regressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
-    """What both regressors share: samples are kept."""
+class _Estimator(BaseEstimator):
+    """What all share: samples are kept."""
 
     kernel: str
     bandwidth: float
+
+    def _new(self, X: Any) -> np.ndarray:
+        """Check points that are asked about."""
+        check_is_fitted(self)
+        return validate_data(self, X, dtype=self.X_fit_.dtype, reset=False)
+
+    def _options(self) -> dict[str, Any]:
+        return {"bandwidth": self.bandwidth, "kernel_function": self.kernel}
+
+
+class _Regressor(MultiOutputMixin, RegressorMixin, _Estimator):
+    """What both regressors share."""
 
     def _take(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
         """Check and keep the samples; return them with targets as columns."""
@@ -36,14 +48,6 @@ class _Regressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         _check_kernel(self.kernel, self.bandwidth)
         self.X_fit_, self._is_vector = X, y.ndim == 1
         return X, y.reshape(len(y), -1).astype(X.dtype)
-
-    def _new(self, X: Any) -> np.ndarray:
-        """Check points to predict at."""
-        check_is_fitted(self)
-        return validate_data(self, X, dtype=self.X_fit_.dtype, reset=False)
-
-    def _options(self) -> dict[str, Any]:
-        return {"bandwidth": self.bandwidth, "kernel_function": self.kernel}
 
 
 class NadarayaWatson(_Regressor):
@@ -206,7 +210,7 @@ class KernelRidge(_Regressor):
         return pairwise.matvec(X, self.X_fit_, self.dual_coef_, **self._options())
 
 
-class KernelDensity(DensityMixin, BaseEstimator):
+class KernelDensity(DensityMixin, _Estimator):
     """Kernel density estimation.
 
     Parameters
@@ -275,14 +279,13 @@ class KernelDensity(DensityMixin, BaseEstimator):
         -------
         log_density : array, (n_points,)
         """
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=self.X_fit_.dtype, reset=False)
+        X = self._new(X)
         with np.errstate(divide="ignore"):
             if self.kernel == "gaussian":
                 logs = np.log(self._weights)
                 return pairwise.log_density(X, self.X_fit_, bandwidth=self.bandwidth, log_weights=logs)
             weights = self._weights / self._weights.sum()
-            sums = pairwise.matvec(X, self.X_fit_, weights, bandwidth=self.bandwidth, kernel_function=self.kernel)
+            sums = pairwise.matvec(X, self.X_fit_, weights, **self._options())
             return np.log(sums) - X.dtype.type(_log_integral(self.kernel, X.shape[1], self.bandwidth))
 
     def score(self, X: Any, y: Any = None) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cuattn.distributed.arrays import gathered
 from cuattn.distributed.comm import LOG, TIMEOUT, Closing, DistributedError, Messages
 from cuattn.masks.device import load_cupy
 
@@ -30,13 +31,9 @@ def as_bytes(array: Any) -> Any:
 
 def gathered_by_messages(comm: Any, obj: Any) -> list[Any]:
     """Return the objects of all ranks, sent as messages of host arrays."""
-    mine, peers = np.frombuffer(pickle.dumps(obj), np.uint8), [peer for peer in range(comm.size) if peer != comm.rank]
-    sizes = np.zeros((comm.size, 1), np.int64)
-    sizes[comm.rank] = mine.size
-    comm.exchange([(peer, sizes[comm.rank]) for peer in peers], [(peer, sizes[peer]) for peer in peers])
-    every = [mine if peer == comm.rank else np.empty(sizes[peer, 0], np.uint8) for peer in range(comm.size)]
-    comm.exchange([(peer, mine) for peer in peers], [(peer, every[peer]) for peer in peers])
-    return [pickle.loads(each.tobytes()) for each in every]
+    mine = np.frombuffer(pickle.dumps(obj), np.uint8)
+    sizes = gathered(comm, np.array([mine.size]), [(1,)] * comm.size)
+    return [pickle.loads(each.tobytes()) for each in gathered(comm, mine, [(int(size[0]),) for size in sizes])]
 
 
 class Process(Closing):

@@ -327,16 +327,19 @@ class Cut:
 class Forward(MappedCall):
     """One launch of persistent blocks."""
 
+    cut_class = Cut
+    problem_reason = staticmethod(unsupported_reason)
+
     def unsupported_reason(self) -> str | None:
         problem = self.problem
-        against = unsupported_reason(problem, self.device)
+        against = self.problem_reason(problem, self.device)
         if against is None and problem.kernel is None:
             against = self._cut.slow_reason(self.device)
         return against or self.layout_reason()
 
     @functools.cached_property
     def _cut(self) -> Cut:
-        return Cut(self.problem, self.operands.get("bias"))
+        return self.cut_class(self.problem, self.operands.get("bias"))
 
     def prepare(self) -> Plan:
         cut = self._cut

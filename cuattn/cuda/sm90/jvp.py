@@ -1,6 +1,5 @@
 """The forward along tangents for compute capability 9.0: one launch of persistent blocks, as the forward's."""
 
-import functools
 from typing import Any, NamedTuple
 
 from cuattn.cuda.constants import Constants
@@ -8,7 +7,7 @@ from cuattn.cuda.device import Device
 from cuattn.cuda.sm80.jvp import TangentCall
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS
-from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
+from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import Problem
@@ -80,7 +79,7 @@ class Cut(forward.Cut):
             return "beside a bias or a score function its tiles have few keys, and were not timed yet"
         if 2 * self.blocks < device.multiprocessors:
             return "too few query rows fill the GPU, and the portable kernel has smaller tiles"
-        return None
+        return UNPROVEN
 
     @property
     def path(self) -> str:
@@ -93,24 +92,16 @@ class Cut(forward.Cut):
         return {**super().constants, "overlap": True}
 
 
-class Jvp(MappedCall, TangentCall):
+class Jvp(forward.Forward, TangentCall):
     """One launch of persistent blocks."""
+
+    cut_class = Cut
+    problem_reason = staticmethod(unsupported_reason)
 
     @property
     def read(self) -> list[str]:
         """What the copy engine reads, as far as it is there."""
         return [name for name in ("q", "k", "v", "tq", "tk", "tv") if name in self.operands]
-
-    def unsupported_reason(self) -> str | None:
-        problem = self.problem
-        against = unsupported_reason(problem, self.device)
-        if against is None and problem.kernel is None:
-            against = self._cut.slow_reason(self.device) or UNPROVEN
-        return against or self.layout_reason()
-
-    @functools.cached_property
-    def _cut(self) -> Cut:
-        return Cut(self.problem, self.operands.get("bias"))
 
     def prepare(self) -> Plan:
         cut = self._cut
