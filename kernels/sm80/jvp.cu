@@ -88,7 +88,8 @@ struct RowSums {
             m[h] = top, l[h] = l[h] * shrink + sum_of_row(sum);
             Acc delta = 0;
             if constexpr (cfg::moves) {
-                delta = l[h] == 0 ? Acc(0) : sum_of_row(mean) / l[h];
+                mean = sum_of_row(mean);  // by all lanes of the warp, also those whose rows see nothing
+                delta = l[h] == 0 ? Acc(0) : mean / l[h];
                 centre[h] += delta;
                 unroll<n_tiles, 2>([&](int n, int e) { t[0][n][2 * h + e] = s[0][n][2 * h + e] * (t[0][n][2 * h + e] - delta); });
             }

@@ -60,3 +60,15 @@ def test_struct_layouts_agree(struct, header, dtype):
     }
     text = source.prologue(constants) + source.flatten(header) + "\n".join(checks)
     compiler.compile_log(text, "sm_80")
+
+
+def test_lanes_meet_in_shuffles_whatever_they_found():
+    """A shuffle in one branch of a conditional expression waits for lanes that took the other."""
+    texts = {path: path.read_text() for path in source.kernel_root().rglob("*.cu*")}
+    shuffle = r"(?:__shfl_\w+_sync)"
+    bodies = re.compile(rf"__forceinline__ \w+ (\w+)\([^()]*\) \{{[^{{}}]*{shuffle}\(")
+    sums = {name for text in texts.values() for name in bodies.findall(text)}
+    assert {"sum_of_row", "quad_sum"} <= sums
+    branch = re.compile(rf"[?:]\s[^;:?,{{}}]*\b(?:{shuffle}|{'|'.join(sorted(sums))})\(")
+    found = [f"{path.name}: {match.group()}" for path, text in texts.items() for match in branch.finditer(text)]
+    assert not found

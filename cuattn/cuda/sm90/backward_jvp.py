@@ -18,7 +18,6 @@ from cuattn.cuda.sm80.jvp import TangentCall
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.backward import Backward
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache
-from cuattn.cuda.sm90.jvp import UNPROVEN
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -26,6 +25,7 @@ from cuattn.problem import DTYPES, Problem
 
 _OWN = 128  # rows of a tile of the owner's
 _SHORT = 128
+_UNPROVEN = "it has not run on a GPU since it was last changed, and is taken by kernel='sm90' alone"
 _MAX_HEAD_DIM = 128
 _NUMBERS, _FLOAT = 5, 4
 _TANGENTS = ("tq", "tk", "tv", "tdo")
@@ -106,7 +106,7 @@ class AlongTangents(TangentCall, MappedCall):
             return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
         if problem.kernel is None:
             few = max(problem.n_queries, problem.n_keys) < _SHORT
-            return "rows and keys are fewer than its tiles have" if few else UNPROVEN
+            return "rows and keys are fewer than its tiles have" if few else _UNPROVEN
         for name in broadcast_heads(self):
             return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return self.layout_reason(filter(self.has, _TANGENTS))
