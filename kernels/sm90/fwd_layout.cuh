@@ -9,9 +9,10 @@ namespace sm90::fwd {
 
 constexpr int warpgroups = cfg::block_m / 64;  // consumers: 64 query rows each
 constexpr int threads = 128 * (warpgroups + 1);
-// Two blocks share a multiprocessor where tiles are small.
-constexpr int producer_registers = cfg::min_blocks == 2 ? 32 : warpgroups == 3 ? 32 : 40;
-constexpr int consumer_registers = cfg::min_blocks == 2 ? 104 : warpgroups == 3 ? 160 : 232;
+// Registers of a thread, in units of 8, as blocks that share a multiprocessor get them; the producer's warps give up theirs.
+constexpr int launched_registers = (1 << 16) / (threads * cfg::min_blocks) / 8 * 8;
+constexpr int producer_registers = warpgroups == 1 ? 24 : warpgroups == 2 && cfg::min_blocks == 1 ? 40 : 32;
+constexpr int consumer_registers = (launched_registers * (warpgroups + 1) - producer_registers) / warpgroups / 8 * 8;
 
 // Rows and keys that see nothing and nobody sees, also because of the bias.
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
@@ -79,10 +80,11 @@ struct alignas(16) Work {
 // A key tile as it travels to the consumers, with its buffer of k.
 struct KeyTile {
     u32 code;  // number (of tiles there are fewer than 2^24, or 2^22) and, in the low bits, what the consumers must know
-    static constexpr int flags = cfg::split_bias ? 10 : 8;
-    static constexpr i32 biased_bit = 256, hides_bit = 512;
-    static constexpr i32 hidden_bit = 1, partial_bit = 8;  // << warpgroup
-    static constexpr i32 dead_bit = 64, last_bit = 128, hidden_bits = 7, partial_bits = 56;
+    static constexpr int places = warpgroups > 3 ? warpgroups : 3;
+    static constexpr int flags = 2 * places + (cfg::split_bias ? 4 : 2);
+    static constexpr i32 hidden_bit = 1, partial_bit = 1 << places;  // << warpgroup
+    static constexpr i32 hidden_bits = partial_bit - 1, partial_bits = hidden_bits << places;
+    static constexpr i32 dead_bit = 1 << 2 * places, last_bit = dead_bit << 1, biased_bit = dead_bit << 2, hides_bit = dead_bit << 3;
     __device__ __forceinline__ static constexpr KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << flags | bits)}; }
     __device__ __forceinline__ static constexpr KeyTile none() { return {~0u}; }
     __device__ __forceinline__ constexpr bool exists() const { return code != ~0u; }
@@ -189,10 +191,12 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
 
 constexpr u32 ping_pong_barrier = 1;  // + warpgroup
 
-// Warpgroups take turns at the tensor cores.
-__device__ __forceinline__ void await_turn(u32 warpgroup) { ptx::barrier_sync(ping_pong_barrier + warpgroup, 256); }
+// Warpgroups take turns at the tensor cores, except where there is one.
+__device__ __forceinline__ void await_turn(u32 warpgroup) {
+    if constexpr (warpgroups > 1) ptx::barrier_sync(ping_pong_barrier + warpgroup, 256);
+}
 __device__ __forceinline__ void pass_turn(u32 warpgroup) {
-    ptx::barrier_arrive(ping_pong_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
+    if constexpr (warpgroups > 1) ptx::barrier_arrive(ping_pong_barrier + (warpgroup + 1 == warpgroups ? 0 : warpgroup + 1), 256);
 }
 
 // Where all key tiles of a row are visited: its first one, or that which follows `before`; of `lowest` it has no further one.

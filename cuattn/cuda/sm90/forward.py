@@ -45,6 +45,7 @@ class Tile(NamedTuple):
     stages: int
     q_stages: int
     min_blocks: int = 1
+    serial: bool = False
 
 
 # head_dim at most, head_dim_v at most -> the tile, and its keys where softcap or dropout take registers; first match
@@ -268,7 +269,7 @@ class Cut:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory, as kernels/sm90/fwd_layout.cuh lays it out."""
-        problem, (block_m, block_n, stages, q_stages, _) = self.problem, self.tile
+        problem, (block_m, block_n, stages, q_stages, *_) = self.problem, self.tile
         slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         rounded = problem.out_dtype == problem.dtype
         queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES
@@ -320,7 +321,7 @@ class Cut:
             **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
-            "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
+            "overlap": problem.n_keys >= _LONG.get(tile.block_m, 1 << 30) and not problem.dropout,
         }
 
 
