@@ -177,7 +177,7 @@ SECTIONS = {
         tuple(ABOUT),
         "How many times faster cuattn is than the fastest of the rivals named in each line, case by case in one run.  "
         "Below 1 it is slower.  Every case, and every runner that was timed: "
-        "[bench/results/tables.md](bench/results/tables.md).",
+        "[results/tables.md](results/tables.md).",
         table=peers,
         figure=draw_peers,
     ),
@@ -185,8 +185,8 @@ SECTIONS = {
         "Where it is behind",
         ("hopper", "shapes", "portable", "scores", "lengths", "gpt2"),
         tuple(ABOUT),
-        "Every case in which a rival was more than half a percent faster in the same run.  `bench/NOTES.md` says what "
-        "was tried against each, and what comes next.",
+        "Every case in which a rival was more than half a percent faster in the same run.  [NOTES.md](NOTES.md) "
+        "says what was tried against each, and what comes next.",
         table=behind,
     ),
     "shapes": Section(
