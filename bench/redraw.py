@@ -54,7 +54,7 @@ def measured(folder=RESULTS):
         for machine in rows.loc[rows["status"] != "unsupported", "machine"].unique():
             machines.setdefault(machine, []).append(name)
         if section.table or section.figure:
-            parts.append("## " + block(name, section, rows, section.table, "results/", folder))
+            parts.append("### " + block(name, section, rows, section.table, "results/", folder))
     listed = [fill(f"- {machine}: {', '.join(names)}", "  ") for machine, names in sorted(machines.items())]
     return "\n\n".join([INTRO, "\n".join(listed), *parts])
 
@@ -97,8 +97,9 @@ def draw(folder=RESULTS):
 
     for name, section, rows in available(folder, PEER_TABLES | SECTIONS):
         if section.figure:
-            style.save(section.figure(rows[rows["status"] == "ok"]), folder / f"{name}.png")
-    style.save(mask_gallery.figure(), folder / "masks.png")
+            figure = section.figure(rows[rows["status"] == "ok"])
+            style.save(figure, folder / f"{name}.png", vector=name in SECTIONS)
+    style.save(mask_gallery.figure(), folder / "masks.png", vector=True)
     for _, _, rows in available(folder, {"lengths": SECTIONS["lengths"]}):
         style.save(overview.figure(rows[rows["status"] == "ok"]), folder / "overview.png")
     denoise.picture(denoise.photograph(), folder / "denoise.png")

@@ -3,13 +3,11 @@
 import itertools
 import statistics
 
-import numpy as np
 import pandas as pd
 
 from bench.report import Section, lines
-from bench.style import INK, OURS, QUIET, WORSE, name, panels
+from bench.style import NOISE, name, ratios
 
-NOISE = 0.005  # half a percent either way is called equal
 SLOW = 0.95  # a mean below it is said in words
 AREAS = {  # kind of problem: its rows, of those that no kind before has
     "FlashAttention's sweep, 1K to 32K tokens": "table == 'dense'",
@@ -94,23 +92,8 @@ def said(rows):
 
 
 def draw_speed(rows):
-    """Draw the ratio of every case, a line per area: forward above, backward below it."""
-    found = by_area(sorted_out(rows))
-    areas = list(dict.fromkeys(area for area, _ in found))
-    drawn, (axis,) = panels(1, 8.4, 0.8 + 0.32 * len(areas))
-    axis.axvspan(1 - NOISE, 1 + NOISE, color=QUIET, alpha=0.3, linewidth=0)
-    for (area, way), ratios in found.items():
-        place = areas.index(area) + (0.18 if way == "backward" else -0.18)
-        shades = np.where(ratios >= 1 - NOISE, OURS, WORSE)
-        axis.scatter(ratios, [place] * len(ratios), s=18, color=shades, alpha=0.5, linewidths=0, zorder=3)
-        axis.plot(statistics.geometric_mean(ratios), place, "|", color=INK, markersize=9, markeredgewidth=2, zorder=4)
-    axis.set_yticks(range(len(areas)), areas, fontsize=9)
-    axis.invert_yaxis()
-    axis.set_xscale("log", base=2)
-    ticks = [0.25, 0.5, 0.7, 1, 1.4, 2, 4, 8]
-    axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    axis.set_xlabel("times the fastest rival's speed; upper dots forward, lower ones backward", fontsize=9)
-    return drawn
+    """Draw the ratio of every case, a line per area: right of 1 cuattn is faster."""
+    return ratios(by_area(sorted_out(rows)))
 
 
 SPEED = Section(

@@ -39,4 +39,4 @@ def test_the_page_says_what_to_install():
     text = (ROOT / "bench" / "README.md").read_text()
     measured = text[text.index("<!-- measured") : text.index("<!-- /measured")]
     assert '".[bench]"' in " ".join(measured.split())
-    assert "PyTorch" in measured.split("##")[0]
+    assert "PyTorch" in measured.split("###")[0]
