@@ -55,7 +55,7 @@ MODULES = {  # whose public names have a page each
     "cuattn.reference": "The papers' algorithms, executable",
     "cuattn.io_model": "Accesses to memory, in closed form",
 }
-NEEDS = {"cuattn.sklearn": "sklearn", "cuattn.torch": "torch", "cuattn.jax": "jax", "cuattn.transformers": "transformers"}
+NEEDS = {f"cuattn.{name}": name for name in ("sklearn", "torch", "jax", "transformers")}
 
 
 def places():
@@ -120,12 +120,14 @@ def write_reference(folder):
         if name == "cuattn.errors":
             names = [x for x in names if isinstance(getattr(module, x), type)]
         if name == "cuattn":
-            names = [x for x in names if not getattr(module, x).__module__.startswith(("cuattn.errors", "cuattn.masks"))]
+            elsewhere = ("cuattn.errors", "cuattn.masks")
+            names = [x for x in names if not getattr(module, x).__module__.startswith(elsewhere)]
         heading = f"{title}: ``{name}``"
         about = [heading, "=" * len(heading), "", f".. automodule:: {name}", ""]
-        table = [f".. currentmodule:: {name}", "", ".. autosummary::", "   :toctree: generated", "   :nosignatures:", ""]
-        write(folder, f"api/{name}.rst", "\n".join([*about, *table, *(f"   {x}" for x in sorted(names)), ""]))
-    about = [".. py:module:: cuattn.tracing", "", "Internal; the guide says :doc:`what functions may be made of </guides/functions>`."]
+        table = [f".. currentmodule:: {name}", "", ".. autosummary::", "   :toctree: generated", "   :nosignatures:"]
+        write(folder, f"api/{name}.rst", "\n".join([*about, *table, "", *(f"   {x}" for x in sorted(names)), ""]))
+    guide = ":doc:`what functions may be made of </guides/functions>`"
+    about = [".. py:module:: cuattn.tracing", "", f"Internal; the guide says {guide}."]
     heading = "Score and mask functions: ``cuattn.tracing``"
     write(folder, "api/cuattn.tracing.rst", "\n".join([heading, "=" * len(heading), "", *about, ""]))
     there["cuattn.tracing"] = heading
@@ -155,12 +157,13 @@ def main():
     out = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "dist" / "site").resolve()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "pages")
-        shutil.copytree(PICTURES, folder / "pictures", ignore=lambda _, files: [x for x in files if not x.endswith(".png")])
+        shutil.copytree(PICTURES, folder / "pictures", ignore=shutil.ignore_patterns("*.json", "*.md", "*.svg"))
         write_guides(folder)
         write_reference(folder)
         write_gallery(folder)
-        command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE), "-d", f"{name}/trees"]
-        done = subprocess.run([*command, str(folder), str(out)], env={**os.environ, "CUATTN_ROOT": str(ROOT)})
+        options = ["-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE), "-d", f"{name}/trees"]
+        command = [sys.executable, "-m", "sphinx", *options, str(folder), str(out)]
+        done = subprocess.run(command, env={**os.environ, "CUATTN_ROOT": str(ROOT)})
     if done.returncode == 0:
         print(f"{out / 'index.html'}: {len(list(out.rglob('*.html')))} pages")
     return done.returncode

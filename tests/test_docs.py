@@ -17,12 +17,31 @@ MODULES = sorted(
     for info in pkgutil.walk_packages(cuattn.__path__, "cuattn.")
     if not info.name.endswith("__main__") and not info.name.startswith("cuattn.cuda")
 )
-WRAPPERS = [f".{name}" for name in ("jax", "transformers") if importlib.util.find_spec(name)]
+WRAPPERS = [f".{name}" for name in ("torch", "jax", "transformers") if importlib.util.find_spec(name)]
 ROOMS = ("", ".masks", ".rng", ".io_model", ".reference", ".errors", ".pairwise", ".sklearn", ".distributed", *WRAPPERS)
 PUBLIC = [f"cuattn{room}.{name}" for room in ROOMS for name in importlib.import_module(f"cuattn{room}").__all__]
 
 # numpydoc's codes: summary, sections, parameters and returns that are missing or do not match the signature.
-CHECKED = ("GL08", "SS01", "SS02", "SS03", "PR01", "PR02", "PR03", "PR04", "RT01", "EX01")
+CHECKED = (
+    *("GL01", "GL02", "GL03", "GL05", "GL06", "GL07", "GL08", "GL09", "GL10", "SS01", "SS02", "SS03", "SS04", "SS05"),
+    *(
+        "PR01",
+        "PR02",
+        "PR03",
+        "PR04",
+        "PR05",
+        "PR06",
+        "PR07",
+        "PR09",
+        "PR10",
+        "RT01",
+        "YD01",
+        "SA01",
+        "SA02",
+        "SA04",
+        "EX01",
+    ),
+)
 RECORD = ("GL08", "SS01", "SS02", "SS03")  # of errors and of what functions return, whose fields say what they are
 
 
@@ -43,7 +62,10 @@ def test_docstrings_are_complete(name):
         return
     record = isinstance(value, type) and (hasattr(value, "_fields") or issubclass(value, (Exception, cuattn.Plan)))
     record = record or member in ("Comm", "DistributedPlan")
-    found = [f"{code}: {text}" for code, text in validate(name)["errors"] if code in (RECORD if record else CHECKED)]
+    codes = RECORD if record else CHECKED
+    if room == "cuattn.errors":  # functions by which the other rooms check what they are given
+        codes = [code for code in codes if code != "SA01"]
+    found = [f"{code}: {text}" for code, text in validate(name)["errors"] if code in codes]
     assert not found, "\n".join(found)
 
 
