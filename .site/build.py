@@ -108,7 +108,9 @@ def write_guides(folder):
             text += contents("tables", "notes")
         write(folder, place, text)
     names = [Path(place).stem for place in known.values() if place.startswith("guides/")]
-    write(folder, "guides/index.md", "# Guides\n" + contents(*names, hidden=False))
+    coming = [name for name in names if name.startswith("coming_from")]
+    guides = contents(*(name for name in names if name not in coming), hidden=False)
+    write(folder, "guides/index.md", "# Guides\n" + guides + contents(*coming, caption="Other libraries", hidden=False))
 
 
 def write_reference(folder):
