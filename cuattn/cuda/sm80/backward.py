@@ -76,7 +76,13 @@ class Cut:
         # What a function only adds takes no register from one product to the next.
         adds = problem.score is not None and not (is_sloped(problem) or problem.masks or problem.dropout)
         alone = replace(problem, score=None) if adds and self.products == "half" else problem
-        self.keys, self.rows, self.bias = tiles.heavy if is_heavy(alone) or narrow else tiles.keys, *tiles[2:]
+        self.keys, self.rows, self.bias = (
+            tiles.heavy if is_heavy(alone) or narrow else tiles.keys,
+            tiles.rows,
+            tiles.bias,
+        )
+        if tiles.few is not None and problem.n_queries <= tiles.few.block_m and problem.n_keys <= tiles.few.block_n:
+            self.keys = tiles.few
         if not self.chunk:
             self.head_dim = pad(self.head_dim, max(map(_columns_shared, (self.keys, self.rows))))
         summed = max(self.head_dim, self.head_dim_v) <= _WIDEST_SUMMED

@@ -41,12 +41,16 @@ def _tile(block_m: int, block_n: int, stages: int = 1, warps: int = 8) -> Backwa
 
 
 class BackwardTiles(NamedTuple):
-    """Tiles of the key kernel, of the key kernel with a heavy mask or score, of the row and of the bias kernel."""
+    """Tiles of the key kernel, of the key kernel with a heavy mask or score, of the row and of the bias kernel.
+
+    `few`: of the key kernel where it holds all rows and keys.
+    """
 
     keys: BackwardTile
     heavy: BackwardTile
     rows: BackwardTile = _tile(128, 64, 2)
     bias: BackwardTile = _tile(64, 64)
+    few: BackwardTile | None = None
 
 
 # Shared memory at least -> products -> padded head dimension at most -> tile; first match wins, down to the last row.
@@ -114,7 +118,7 @@ _LONG, _LONG_2 = _tile(64, 128), _tile(64, 128, 2)
 BACKWARD: dict[int, dict[str, dict[int, BackwardTiles]]] = {
     _LARGE: {
         "half": {
-            64: BackwardTiles(_tile(128, 128, 2), _LONG_2),
+            64: BackwardTiles(_tile(128, 128, 2), _LONG_2, few=_tile(64, 64, 2, warps=4)),
             128: BackwardTiles(_LONG_2, _SQUARE_2),
             192: BackwardTiles(_SQUARE_2, _tile(32, 64, 2), _SQUARE_2),
             256: BackwardTiles(_SQUARE_2, _tile(32, 64), _SQUARE_2),

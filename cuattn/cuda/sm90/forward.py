@@ -38,7 +38,10 @@ _TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of whic
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a tile, buffers for keys (and values) and for queries, and blocks of a multiprocessor."""
+    """Query rows and keys of a tile, buffers for keys (and values) and for queries, and blocks of a multiprocessor.
+
+    A `serial` one begins no product beside another, and finds registers for two blocks so.
+    """
 
     block_m: int
     block_n: int
@@ -65,6 +68,19 @@ _BIASED_TILES = (
     (192, 128, Tile(128, 64, 3, 1)),
     (256, 256, Tile(128, 64, 2, 1)),
 )
+# Where keys are few, row tiles begin and end all the time, and rows count that are not there.  Tiles of few keys beside
+# those of three warpgroups, by columns of v; what a row of theirs, there or not, takes beside one of 192 (N 49 to 512).
+_SHORT_TILES = {
+    32: ((Tile(128, 64, 4, 2, 2), 1.12), (Tile(64, 64, 2, 2, 4), 1.19)),
+    64: (
+        (Tile(256, 64, 4, 2), 1.2),
+        (Tile(128, 64, 4, 2, 2, True), 1.38),
+        (Tile(64, 64, 3, 2, 3), 1.45),
+    ),
+}
+_ROOMY_TILE = Tile(128, 64, 4, 2)  # in their place where registers are fewer
+_SHORT_KEYS, _FEW_QUERIES = 512, 32  # at most; more than
+_STEP = 31  # keys that a step takes as long for as for what it does once
 KEY_BIAS_BYTES = 16  # beside a float for each key; and a key's, in parts
 HALVES_BYTES = 128  # what parts are multiplied by
 _SPLIT_KEYS = 1 << 28  # key tiles are counted in fewer bits
@@ -219,6 +235,9 @@ class Cut:
         if self.bias_form == "tiles":
             return self._biased_tile()
         widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+        short = self._short_tile() if tile.block_m == 192 else None
+        if short is not None:
+            return short
         if self.bias_form == "loads" or is_long(problem) or self._is_full():
             tile = tile._replace(block_n=_FEW_KEYS, stages=max(tile.stages, 3) if widest <= 128 else tile.stages)
         elif problem.softcap is not None or problem.dropout or (described and self.bias_form):
@@ -227,9 +246,27 @@ class Cut:
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
+        if widest == 128 and tile.block_n == 128 and problem.n_keys <= _SHORT_KEYS and not self.bias_form:
+            tile = tile._replace(block_n=min((128, 96), key=self._clocks))
         if widest == 128 and (described or self._splits):
             tile = tile._replace(q_stages=2)  # what keys come with takes the third one's place
         return tile
+
+    def _short_tile(self) -> Tile | None:
+        """Return the tile of few keys that is done soonest, unless three warpgroups are sooner."""
+        problem, rows = self.problem, self.problem.n_queries
+        if self.bias_form or problem.score is not None or problem.n_keys > _SHORT_KEYS or rows <= _FEW_QUERIES:
+            return None
+        tiles = _SHORT_TILES[max(self.head_dim_v, _NARROW)]
+        time, tile = min((cost * pad(rows, tile.block_m), tile) for tile, cost in tiles)
+        if time >= pad(rows, 192):
+            return None
+        beside = len(problem.masks) + 2 * bool(problem.dropout)  # what takes registers
+        return _ROOMY_TILE if "block" in problem.masks or beside > (1 if tile.serial else 3) else tile
+
+    def _clocks(self, block_n: int) -> float:
+        """Return how long a row's key tiles take, beside those of other sizes."""
+        return cdiv(self.problem.n_keys, block_n) * (_STEP + block_n)
 
     @property
     def _splits(self) -> bool:
@@ -326,7 +363,7 @@ class Cut:
             **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
-            "overlap": problem.n_keys >= _LONG.get(tile.block_m, 1 << 30) and not problem.dropout,
+            "overlap": problem.n_keys >= _LONG.get(tile.block_m, math.inf) and not problem.dropout,
         }
 
 

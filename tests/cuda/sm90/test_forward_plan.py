@@ -7,6 +7,7 @@ import pytest
 
 import cuattn.masks.function  # noqa: F401 - its kind is known when it is imported
 from cuattn.cuda import source
+from cuattn.cuda.arguments import pad
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.backward import Cut as BackwardCut
 from cuattn.cuda.sm90.forward import Cut, bias_form, unsupported_reason
@@ -191,6 +192,24 @@ VARIANTS = [
 ]
 
 
+# Of short sequences: every tile, with what takes registers and room.
+SHORT = [
+    problem(d, n_queries=n, n_keys=n, **more)
+    for d, n in ((32, 49), (32, 250), (64, 64), (64, 128), (64, 197))
+    for more in (
+        {},
+        {"band": Band(10, 0, 0), "out_dtype": FLOAT32},
+        {"masks": ("column",), "band": CAUSAL},
+        {"masks": ("boolean",), "softcap": 3.0},
+        {"masks": ("column", "boolean"), "dropout": 6554},
+        {"masks": ("function",), "dtype": F16, "out_dtype": F16, "scale": -0.1},
+        {"masks": ("block",), "band": CAUSAL, "dropout": 6554},
+        {"dropout": 6554},
+    )
+]
+SHORT += [problem(80, n_queries=257, n_keys=257), problem(128, n_keys=257, masks=("column", "boolean"), softcap=3.0)]
+
+
 def cuts() -> list[Cut]:
     """Return the variants, and those where a bias is broadcast along rows or keys."""
     rows, keys = array((1, 1, 1, 4096), FLOAT32), array((2, 16, 4096, 1), FLOAT32)
@@ -203,12 +222,13 @@ def cuts() -> list[Cut]:
         Cut(problem(256, bias=FLOAT32, masks=("column",), dropout=6554), rows),
         Cut(problem(128, bias=FLOAT32, band=CAUSAL), keys),
     ]
-    return [*map(Cut, VARIANTS), *broadcast]
+    return [*map(Cut, VARIANTS), *broadcast, *map(Cut, SHORT)]
 
 
 def name_of(cut: Cut) -> str:
     p = cut.problem
-    return f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap} {cut.bias_form}"
+    short = f" n {p.n_queries}" if p.n_keys <= 512 else ""
+    return f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap} {cut.bias_form}{short}"
 
 
 @pytest.mark.parametrize("cut", cuts(), ids=name_of)
@@ -225,6 +245,31 @@ def test_layout_agrees_with_the_kernel():
             "layout.cu",
         )
         compile_log(text, ARCH)
+
+
+@pytest.mark.parametrize("d", [32, 64])
+def test_tiles_of_short_rows_have_few_rows_that_are_not_there(d):
+    tiles = {n: Cut(problem(d, n_queries=n, n_keys=n)).tile for n in range(1, 2000, 7)}
+    for n, tile in tiles.items():
+        assert pad(n, tile.block_m) <= pad(n, 192)
+        if n > 512:
+            assert tile == (192, 128, 3, 3, 1, False)
+        elif n > 64:
+            assert pad(n, tile.block_m) < 1.5 * pad(n, 64) or n < 129
+
+
+def test_short_rows_of_all_masks_have_the_same_keys():
+    """The order of sums depends on nothing else."""
+    for n in (49, 100, 200, 256, 300):
+        for d in (32, 64, 80, 128):
+            masks = ((), ("column",), ("boolean",), ("block",), ("function",), ("column", "boolean"))
+            assert len({Cut(problem(d, n_queries=n, n_keys=n, masks=each)).tile.block_n for each in masks}) == 1
+
+
+def test_key_tiles_fit_few_keys():
+    assert [Cut(problem(80, n_keys=n)).tile.block_n for n in (96, 128, 190, 256, 257, 288, 512, 600)] == [
+        96, 128, 96, 128, 96, 96, 128, 128,
+    ]  # fmt: skip
 
 
 def test_all_key_tiles_can_be_told_apart():
