@@ -246,7 +246,8 @@ class Cut:
             tile = tile._replace(block_m=128)  # these need registers that three warpgroups do not have
         if tile.block_m == 192 and problem.dropout and (problem.masks or problem.band is not None):
             tile = tile._replace(block_n=112)
-        if widest == 128 and tile.block_n == 128 and problem.n_keys <= _SHORT_KEYS and not self.bias_form:
+        plain = not self.bias_form and problem.softcap is None
+        if widest == 128 and tile.block_n == 128 and problem.n_keys <= _SHORT_KEYS and plain:
             tile = tile._replace(block_n=min((128, 96), key=self._clocks))
         if widest == 128 and (described or self._splits):
             tile = tile._replace(q_stages=2)  # what keys come with takes the third one's place

@@ -207,7 +207,7 @@ SHORT = [
         {"dropout": 6554},
     )
 ]
-SHORT += [problem(80, n_queries=257, n_keys=257), problem(128, n_keys=257, masks=("column", "boolean"), softcap=3.0)]
+SHORT += [problem(80, n_queries=257, n_keys=257), problem(128, n_keys=257, masks=("column", "boolean"), dropout=6554)]
 
 
 def cuts() -> list[Cut]:
