@@ -7,7 +7,7 @@ import pytest
 
 import cuattn
 from cuattn.cuda.device import device_of
-from tests.cuda.cases import CASES, WIDE_HEADS, Case, columns_of, same_bits, to_device
+from tests.cuda.cases import CASES, WIDE_HEADS, Case, bias_of, columns_of, dense_of, same_bits, sized, to_device
 from tests.cuda.gpu import hostile, made, named
 from tests.cuda.gpu import poisoned_memory as poisoned_memory
 from tests.cuda.test_graph_gpu import CuPy, replays_bit_for_bit
@@ -16,8 +16,17 @@ pytestmark = pytest.mark.gpu
 either_order = pytest.mark.parametrize("deterministic", [False, True])
 
 
+# One tile holds all rows and keys.
+FEW = [
+    sized("few rows and keys", 49, 49, batch=(40,), heads=8, kv_heads=4),
+    sized("few rows and keys causal columns", 64, 60, mask=columns_of, options={"is_causal": "top_left"}),
+    sized("few rows and keys dense dropout", 7, 64, 40, mask=dense_of, options={"dropout_p": 0.2, "rng": 3}),
+    sized("few rows and keys bias softcap", 60, 50, 32, bias=bias_of(1, 1, 1, 1), options={"softcap": 5.0}),
+]
+
+
 @either_order
-@pytest.mark.parametrize("case", CASES + WIDE_HEADS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + WIDE_HEADS + FEW, ids=lambda case: case.name)
 def test_oracle(case, deterministic):
     problem = made(case)
     problem.check(problem.backward(deterministic=deterministic))
