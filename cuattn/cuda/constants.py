@@ -49,7 +49,6 @@ name                    type     meaning
 ``sloped``              bool     the slope of softcap and function together is not 1
 ``prescaled``           bool     scores are scaled before the maximum is taken
 ``negate``              bool     sm90: scale < 0, products are negated
-``serial``              bool     sm90 forward: no product is begun beside another, since registers are few
 ``overlap``             bool     sm90 forward: the softmax begins under the warpgroup's own product
 ``band_left``           bool     keys further left than ``Params::band_left`` are invisible
 ``band_right``          bool     keys further right than ``Params::band_right`` are invisible (causal: 0)

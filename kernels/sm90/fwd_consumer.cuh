@@ -275,11 +275,9 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     // Passes over a hidden key tile.  It takes part in the ping-pong all the same, which counts tiles, and lets the
     // values before it out, if any are pending.  A row's last tile is never hidden.
     __device__ __forceinline__ void pass(bool pending) {
-        if constexpr (!cfg::serial) {
-            await_turn(warpgroup);
-            if (pending) drain();
-            pass_turn(warpgroup);
-        }
+        await_turn(warpgroup);
+        if (pending) drain();
+        pass_turn(warpgroup);
         release_keys();
         ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
         release(shared.barrier(v_empty + v.stage));
@@ -351,25 +349,6 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         finish_values();
     }
 
-    // A key tile where blocks share a multiprocessor: one product after the other.  True when the row has no further one.
-    __device__ __forceinline__ bool lone_step() {
-        Completion with;
-        begin_scores(with);
-        with.bias.unpack(0, 1);
-        free_output();
-        search_behind();
-        ptx::wgmma_wait<0>();
-        const bool last = uniform(tile.last());
-        finish_scores(with);
-        if (update_softmax<false>(last, false)) rescale(o, factor);
-        weigh();
-        issue_values([](int) {});
-        proceed<false>(last, 0.0f);
-        ptx::wgmma_wait<0>();
-        finish_values();
-        return last;
-    }
-
     // Gives a stored output's buffer back to the producer, long after the store began.
     __device__ __forceinline__ void free_output() {
         if (!stage_output || leaving == 0) return;
@@ -425,33 +404,14 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
 
     // The end of a row tile with nothing to overlap with.
     __device__ __forceinline__ void write(const Work& before, Slot<cfg::q_stages> buffer) {
-        if constexpr (!cfg::serial) drain();
+        drain();
         const Ending ending = begin_ending(before, state, buffer);
         clear_empty_rows(ending);
         unroll<output_blocks>([&](int block) { write_columns(ending, block); });
         finish_ending(ending);
     }
 
-    __device__ __forceinline__ void run_serially() {
-        while (await_row()) {
-            state.reset();
-            clear();
-            for (bool last = false; !last;) {
-                if (seen)
-                    last = lone_step();
-                else
-                    pass(false);
-            }
-            const Slot<cfg::q_stages> buffer = q;
-            q.advance();
-            if constexpr (!stage_output) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
-            write(work, buffer);
-        }
-        free_output();  // shared memory is read until then
-    }
-
     __device__ __forceinline__ void run() {
-        if constexpr (cfg::serial) return run_serially();
         if (warpgroup + 1 == warpgroups) pass_turn(warpgroup);  // the first warpgroup begins
         bool some = await_row();
         while (some) {

@@ -38,17 +38,13 @@ _TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of whic
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of a tile, buffers for keys (and values) and for queries, and blocks of a multiprocessor.
-
-    A `serial` one begins no product beside another, and finds registers for two blocks so.
-    """
+    """Query rows and keys of a tile, buffers for keys (and values) and for queries, and blocks of a multiprocessor."""
 
     block_m: int
     block_n: int
     stages: int
     q_stages: int
     min_blocks: int = 1
-    serial: bool = False
 
 
 # head_dim at most, head_dim_v at most -> the tile, and its keys where softcap or dropout take registers; first match
@@ -68,17 +64,15 @@ _BIASED_TILES = (
     (192, 128, Tile(128, 64, 3, 1)),
     (256, 256, Tile(128, 64, 2, 1)),
 )
-# Where keys are few, row tiles begin and end all the time, and rows count that are not there.  Tiles of few keys beside
-# those of three warpgroups, by columns of v; what a row of theirs, there or not, takes beside one of 192 (N 49 to 512).
+# Where keys are few, row tiles begin and end all the time, and rows count that are not there: by columns of v, up to
+# how many rows of a head which tile holds them all, or those of two blocks; None: that of longer ones.
 _SHORT_TILES = {
-    32: ((Tile(128, 64, 4, 2, 2), 1.12), (Tile(64, 64, 2, 2, 4), 1.19)),
-    64: (
-        (Tile(256, 64, 4, 2), 1.2),
-        (Tile(128, 64, 4, 2, 2, True), 1.38),
-        (Tile(64, 64, 3, 2, 3), 1.45),
-    ),
+    32: ((64, Tile(64, 64, 2, 2, 4)), (128, Tile(128, 64, 4, 2, 2)), (192, None), (256, Tile(128, 64, 4, 2, 2))),
+    64: ((64, Tile(64, 64, 3, 2, 3)), (128, Tile(128, 128, 3, 3)), (192, None), (256, Tile(256, 64, 4, 2))),
 }
-_ROOMY_TILE = Tile(128, 64, 4, 2)  # in their place where registers are fewer
+_LOW_TILE = Tile(64, 64, 3, 2, 3)  # instead of the last, where a mask hides keys from some of its warpgroups
+_ROOMY_TILE = Tile(128, 64, 4, 2)  # where registers are fewer
+_MIDDLE_TILE, _MIDDLE_HEAD_DIM = Tile(192, 96, 2, 2), 96  # of plain calls, up to that many columns
 _SHORT_KEYS, _FEW_QUERIES = 512, 32  # at most; more than
 _STEP = 31  # keys that a step takes as long for as for what it does once
 KEY_BIAS_BYTES = 16  # beside a float for each key; and a key's, in parts
@@ -235,7 +229,7 @@ class Cut:
         if self.bias_form == "tiles":
             return self._biased_tile()
         widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-        short = self._short_tile() if tile.block_m == 192 else None
+        short = self._short_tile(widest)
         if short is not None:
             return short
         if self.bias_form == "loads" or is_long(problem) or self._is_full():
@@ -253,17 +247,24 @@ class Cut:
             tile = tile._replace(q_stages=2)  # what keys come with takes the third one's place
         return tile
 
-    def _short_tile(self) -> Tile | None:
-        """Return the tile of few keys that is done soonest, unless three warpgroups are sooner."""
+    def _short_tile(self, widest: int) -> Tile | None:
+        """Return a tile for few keys, if there is a better one than for many; masks do not change its keys."""
         problem, rows = self.problem, self.problem.n_queries
-        if self.bias_form or problem.score is not None or problem.n_keys > _SHORT_KEYS or rows <= _FEW_QUERIES:
+        if self.bias_form or problem.score is not None or rows <= _FEW_QUERIES:
+            return None
+        masked = bool(problem.masks) or problem.band is not None
+        if widest == 128 and max(self.head_dim, self.head_dim_v) <= _MIDDLE_HEAD_DIM and problem.n_keys < _LONG[128]:
+            return None if masked or problem.dropout or self._is_crowded() else _MIDDLE_TILE
+        if widest > SLAB_COLUMNS or problem.n_keys > _SHORT_KEYS:
             return None
         tiles = _SHORT_TILES[max(self.head_dim_v, _NARROW)]
-        time, tile = min((cost * pad(rows, tile.block_m), tile) for tile, cost in tiles)
-        if time >= pad(rows, 192):
-            return None
+        tile = next((tile for most, tile in tiles if rows <= most), None)
+        if tile is None or tile.block_n == 128:
+            return tile
         beside = len(problem.masks) + 2 * bool(problem.dropout)  # what takes registers
-        return _ROOMY_TILE if "block" in problem.masks or beside > (1 if tile.serial else 3) else tile
+        if "block" in problem.masks or beside > 3:
+            return _ROOMY_TILE
+        return _LOW_TILE if masked and tile.block_m == 256 else tile
 
     def _clocks(self, block_n: int) -> float:
         """Return how long a row's key tiles take, beside those of other sizes."""
@@ -312,7 +313,7 @@ class Cut:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory, as kernels/sm90/fwd_layout.cuh lays it out."""
-        problem, (block_m, block_n, stages, q_stages, *_) = self.problem, self.tile
+        problem, (block_m, block_n, stages, q_stages, _) = self.problem, self.tile
         slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         rounded = problem.out_dtype == problem.dtype
         queries = (max(slabs, slabs_v) if rounded else slabs) * block_m * ROW_BYTES

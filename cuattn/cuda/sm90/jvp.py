@@ -63,7 +63,7 @@ class Cut(forward.Cut):
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory: the forward's and what tangents add to its buffers."""
-        problem, (block_m, block_n, stages, q_stages, *_) = self.problem, self.tile
+        problem, (block_m, block_n, stages, q_stages, _) = self.problem, self.tile
         slabs, slabs_v = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         tq, tk, tv = (name in problem.tangents for name in "qkv")
         results = slabs_v if problem.out_dtype == problem.dtype else 0

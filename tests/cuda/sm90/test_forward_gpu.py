@@ -52,6 +52,8 @@ OWN = [
     sized("hopper patches d64", 700, 1100, heads=40, kv_heads=40, mask=patches_of),
     sized("hopper long columns", 500, 9000, batch=(1,), mask=patches_of),
     sized("hopper one strip of a tile", 200, 2500, heads=40, kv_heads=40),
+    sized("hopper three warpgroups d72", 729, 729, 72, heads=8, kv_heads=8),
+    sized("hopper three warpgroups d96", 200, 1000, 96, heads=40, kv_heads=40),
     sized("hopper narrow window", 900, 900, options={"window": (20, 3)}),
     sized("hopper columns window", 500, 500, mask=columns_of, options={"window": (99, 40)}),
     sized("hopper blocks", 500, 600, 128, mask=blocks_of(128, 128)),

@@ -207,7 +207,11 @@ SHORT = [
         {"dropout": 6554},
     )
 ]
-SHORT += [problem(80, n_queries=257, n_keys=257), problem(128, n_keys=257, masks=("column", "boolean"), dropout=6554)]
+SHORT += [
+    problem(80, n_queries=257, n_keys=257),
+    problem(96, n_keys=729),
+    problem(128, n_keys=257, masks=("column", "boolean"), dropout=6554),
+]
 
 
 def cuts() -> list[Cut]:
@@ -249,25 +253,30 @@ def test_layout_agrees_with_the_kernel():
 
 @pytest.mark.parametrize("d", [32, 64])
 def test_tiles_of_short_rows_have_few_rows_that_are_not_there(d):
-    tiles = {n: Cut(problem(d, n_queries=n, n_keys=n)).tile for n in range(1, 2000, 7)}
-    for n, tile in tiles.items():
+    for n in range(1, 2000, 7):
+        tile = Cut(problem(d, n_queries=n, n_keys=n)).tile
         assert pad(n, tile.block_m) <= pad(n, 192)
-        if n > 512:
-            assert tile == (192, 128, 3, 3, 1, False)
-        elif n > 64:
-            assert pad(n, tile.block_m) < 1.5 * pad(n, 64) or n < 129
+        assert pad(n, tile.block_m) < n + 64 or not 32 < n <= 256
+        assert tile == (192, 128, 3, 3, 1) or n <= 256
+
+
+def test_tiles_of_longer_rows_stay():
+    for d, tile in ((64, (192, 128, 3, 3, 1)), (96, (128, 128, 2, 3, 1)), (128, (128, 128, 2, 3, 1))):
+        for n_queries, n_keys in ((4096, 4096), (1024, 1024), (77, 4096), (4096, 1024)):
+            for band in (None, CAUSAL):
+                assert Cut(problem(d, n_queries=n_queries, n_keys=n_keys, band=band)).tile == tile
 
 
 def test_short_rows_of_all_masks_have_the_same_keys():
     """The order of sums depends on nothing else."""
     for n in (49, 100, 200, 256, 300):
-        for d in (32, 64, 80, 128):
+        for d in (32, 64, 128):
             masks = ((), ("column",), ("boolean",), ("block",), ("function",), ("column", "boolean"))
             assert len({Cut(problem(d, n_queries=n, n_keys=n, masks=each)).tile.block_n for each in masks}) == 1
 
 
 def test_key_tiles_fit_few_keys():
-    assert [Cut(problem(80, n_keys=n)).tile.block_n for n in (96, 128, 190, 256, 257, 288, 512, 600)] == [
+    assert [Cut(problem(128, n_keys=n)).tile.block_n for n in (96, 128, 190, 256, 257, 288, 512, 600)] == [
         96, 128, 96, 128, 96, 96, 128, 128,
     ]  # fmt: skip
 
