@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PICTURES = ROOT / "bench" / "results"
 GALLERY = ROOT / "bench" / "gallery"
+FURTHER = {"denoise": "denoise", "masks": "mask_gallery"}  # pictures of scripts that are in bench/ itself
 
 GUIDES = {  # page of the repository: its place on the site, in the order of the contents
     "cuattn/guides/frameworks.md": "guides/frameworks.md",
@@ -138,20 +139,22 @@ def write_reference(folder):
 
 def write_gallery(folder):
     """Write a page per example: what it says of itself, its picture, its code."""
-    names = []
-    for path in sorted(GALLERY.glob("*.py")):
-        picture = PICTURES / f"gallery-{path.stem}.png"
-        if not picture.exists():
-            continue
-        names.append(path.stem)
+    examples = {f"gallery-{path.stem}": path for path in sorted(GALLERY.glob("*.py"))}
+    examples |= {picture: ROOT / "bench" / f"{script}.py" for picture, script in FURTHER.items()}
+    examples = {picture: path for picture, path in examples.items() if (PICTURES / f"{picture}.png").exists()}
+    shown = []
+    for picture, path in examples.items():
         about, _, further = ast.get_docstring(ast.parse(path.read_text())).partition("\n")
         title = about.split(":")[0].rstrip(".")
-        command = f"`python -m bench.gallery {path.stem}`"
-        text = [f"# {title}", about, further.strip(), f"![{title}](../pictures/{picture.name})", command]
-        write(folder, f"gallery/{path.stem}.md", "\n\n".join([*text, f"```python\n{path.read_text()}```"]) + "\n")
-    shown = "\n\n".join(f"[![{name}](../pictures/gallery-{name}.png)]({name}.md)" for name in names)
+        command = "" if path.parent != GALLERY else f"`python -m bench.gallery {path.stem}`"
+        further = re.sub(r"(?m)^ +(python .*)$", r"`\1`\n", further.strip())
+        text = [f"# {title}", about, further, f"![{title}](../pictures/{picture}.png)", command]
+        code = f"```python\n{path.read_text()}```\n"
+        write(folder, f"gallery/{path.stem}.md", "\n\n".join([*filter(None, text), code]))
+        shown.append(f"[![{title}](../pictures/{picture}.png)]({path.stem}.md)\n\n[{title}]({path.stem}.md)")
     about = "Examples from the sciences, each of a screen of code and some seconds on a CPU: `python -m bench.gallery`."
-    write(folder, "gallery/index.md", f"# Gallery\n\n{about}\n{contents(*names, hidden=False)}\n{shown}\n")
+    names = contents(*(path.stem for path in examples.values()))
+    write(folder, "gallery/index.md", "\n\n".join(["# Gallery", about, names, *shown, ""]))
 
 
 def main():
