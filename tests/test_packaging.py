@@ -32,7 +32,7 @@ def wheel(tmp_path_factory):
 
 def test_wheel_holds_every_kernel_file(wheel):
     assert KERNELS, "kernels/ is empty"
-    assert {path.suffix for path in KERNELS} <= {".cu", ".cuh"}, "kernels/ holds CUDA source only"
+    assert {path.suffix for path in KERNELS} <= {".cu", ".cuh", ".md"}, "kernels/ holds CUDA source, and its guide"
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in KERNELS:
         assert f"cuattn/kernels/{path.as_posix()}" in names
