@@ -18,6 +18,9 @@ FEATURES = {
     "float64 dense", "float64 dropout column", "float32 bias", "float64 bias",
 }  # fmt: skip
 
+# What compiles with gradients that are summed, beside the kernels that prepare and round: these ask for no feature.
+SUMMED = {"d64", "float16 d128", "d256", "float32 d64", "float32 d128", "float64 d64", "float64 d128"}
+
 # Cases of heads too wide for whole rows, whose kernels take several seconds each: what most and what sm_90 compiles.
 WIDE = (
     {"d 512", "float32 d 512", "float64 wide d 512"},
@@ -49,7 +52,7 @@ def backward_jobs(arch):
             shape = {"split": False, "sum_rows": "row" in case.name, "sum_keys": "column" in case.name}
             bias = {**constants, **made.bias._asdict(), "atomic_dq": False, **shape}
             yield case.name, "sm80/bwd_bias.cu", tuple(bias.items()), arch
-        if case.name in ("d64", "float16 d128", "d256") or (case.dtype.itemsize > 2 and case.head_dim in (64, 128)):
+        if case.name in SUMMED:
             yield case.name, "sm80/bwd_convert.cu", tuple(constants.items()), arch
             own = {"o_elem": constants["elem"], "split_delta": False, "dlse": False, "dbias": 0}
             yield case.name, "util/bwd_preprocess.cu", tuple({**constants, **own}.items()), arch
