@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PICTURES = ROOT / "bench" / "results"
 GALLERY = ROOT / "bench" / "gallery"
-FURTHER = {"denoise": "denoise", "masks": "mask_gallery"}  # pictures of scripts that are in bench/ itself
+FURTHER = {"denoise": ("denoise", "Non-local means"), "masks": ("mask_gallery", "Masks")}  # scripts in bench/ itself
 
 GUIDES = {  # page of the repository: its place on the site, in the order of the contents
     "cuattn/guides/frameworks.md": "guides/frameworks.md",
@@ -86,7 +86,7 @@ def rewritten(text, page, known):
 
 def contents(*pages, caption=None, hidden=True):
     """Return a table of contents in Markdown."""
-    options = [":hidden:"] * hidden + [f":caption: {caption}"] * bool(caption)
+    options = [":maxdepth: 1"] + [":hidden:"] * hidden + [f":caption: {caption}"] * bool(caption)
     return "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
 
 
@@ -139,13 +139,13 @@ def write_reference(folder):
 
 def write_gallery(folder):
     """Write a page per example: what it says of itself, its picture, its code."""
-    examples = {f"gallery-{path.stem}": path for path in sorted(GALLERY.glob("*.py"))}
-    examples |= {picture: ROOT / "bench" / f"{script}.py" for picture, script in FURTHER.items()}
-    examples = {picture: path for picture, path in examples.items() if (PICTURES / f"{picture}.png").exists()}
+    examples = {f"gallery-{path.stem}": (path, None) for path in sorted(GALLERY.glob("*.py"))}
+    examples |= {picture: (ROOT / "bench" / f"{script}.py", title) for picture, (script, title) in FURTHER.items()}
+    examples = {picture: of for picture, of in examples.items() if (PICTURES / f"{picture}.png").exists()}
     shown = []
-    for picture, path in examples.items():
+    for picture, (path, title) in examples.items():
         about, _, further = ast.get_docstring(ast.parse(path.read_text())).partition("\n")
-        title = about.split(":")[0].rstrip(".")
+        title = title or about.split(":")[0].rstrip(".")
         command = "" if path.parent != GALLERY else f"`python -m bench.gallery {path.stem}`"
         further = re.sub(r"(?m)^ +(python .*)$", r"`\1`\n", further.strip())
         text = [f"# {title}", about, further, f"![{title}](../pictures/{picture}.png)", command]
@@ -153,7 +153,7 @@ def write_gallery(folder):
         write(folder, f"gallery/{path.stem}.md", "\n\n".join([*filter(None, text), code]))
         shown.append(f"[![{title}](../pictures/{picture}.png)]({path.stem}.md)\n\n[{title}]({path.stem}.md)")
     about = "Examples from the sciences, each of a screen of code and some seconds on a CPU: `python -m bench.gallery`."
-    names = contents(*(path.stem for path in examples.values()))
+    names = contents(*(path.stem for path, _ in examples.values()))
     write(folder, "gallery/index.md", "\n\n".join(["# Gallery", about, names, *shown, ""]))
 
 
