@@ -29,11 +29,14 @@ GUIDES = {  # page of the repository: its place on the site, in the order of the
     "cuattn/guides/merging.md": "guides/merging.md",
     "cuattn/guides/dropout.md": "guides/dropout.md",
     "cuattn/guides/derivatives.md": "guides/derivatives.md",
+    "cuattn/guides/means.md": "guides/means.md",
     "cuattn/pairwise/README.md": "guides/pairwise.md",
     "cuattn/distributed/README.md": "guides/distributed.md",
     "cuattn/guides/accuracy.md": "guides/accuracy.md",
     "cuattn/guides/plans.md": "guides/plans.md",
     "kernels/README.md": "guides/kernels.md",
+    "cuattn/reference/README.md": "guides/papers.md",
+    "cuattn/cli/README.md": "guides/command.md",
 }
 OTHERS = {
     "README.md": "index.md",
