@@ -313,6 +313,17 @@ def test_the_parser_itself_exits_with_2(capsys):
         assert caught.value.code == 2
 
 
+def test_progress_shows_on_a_terminal(paths, monkeypatch, capsys):
+    path, out = paths
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["run", path, "--output", str(out), "--backward"]) == 0
+    assert "backward" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    assert main(["run", path, "--output", str(out), "--backward"]) == 0
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 # As a user starts it
 
 
