@@ -10,6 +10,7 @@
 namespace sm90::fwd {
 
 using Visible = u32[2];
+static_assert(cfg::block_n <= 128);
 
 constexpr bool by_table = column_masks > 0 || block_mask || boolean_mask;  // which rows see a key
 

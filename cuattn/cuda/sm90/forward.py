@@ -70,7 +70,8 @@ _SHORT_TILES = {
     32: ((64, Tile(64, 64, 2, 2, 4)), (128, Tile(128, 64, 4, 2, 2)), (192, None), (256, Tile(128, 64, 4, 2, 2))),
     64: ((64, Tile(64, 64, 3, 2, 3)), (128, Tile(128, 128, 3, 3)), (192, None), (256, Tile(256, 64, 4, 2))),
 }
-_LOW_TILE = Tile(64, 64, 3, 2, 3)  # instead of the last, where a mask hides keys from some of its warpgroups
+_LOW_TILE = Tile(64, 64, 3, 2, 3)  # instead of the last for few heads, and where masks hide keys from warpgroups
+_MULTIPROCESSORS = 132  # of an H100 or H200
 _ROOMY_TILE = Tile(128, 64, 4, 2)  # where registers are fewer
 _MIDDLE_TILE, _MIDDLE_HEAD_DIM = Tile(192, 96, 2, 2), 96  # of plain calls, up to that many columns
 _SHORT_KEYS, _FEW_QUERIES = 512, 32  # at most; more than
@@ -264,7 +265,8 @@ class Cut:
         beside = len(problem.masks) + 2 * bool(problem.dropout)  # what takes registers
         if "block" in problem.masks or beside > 3:
             return _ROOMY_TILE
-        return _LOW_TILE if masked and tile.block_m == 256 else tile
+        few = 2 * problem.instances <= _MULTIPROCESSORS  # of which each has a row tile of its own then
+        return _LOW_TILE if (masked or few) and tile.block_m == 256 else tile
 
     def _clocks(self, block_n: int) -> float:
         """Return how long a row's key tiles take, beside those of other sizes."""
@@ -338,7 +340,8 @@ class Cut:
         them.
         """
         problem = self.problem
-        if 2 * self.blocks < device.multiprocessors:
+        ordinary = cdiv(problem.n_queries, min(max(self.tile.block_m, 128), 192)) * problem.instances  # row tiles
+        if 2 * ordinary < device.multiprocessors:
             return "too few query rows fill the GPU, and the portable kernel splits the keys"
         other = portable.Cut(problem, device)
         own = problem.group * pad(problem.n_queries, self.tile.block_m)

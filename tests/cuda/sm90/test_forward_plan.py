@@ -260,6 +260,14 @@ def test_tiles_of_short_rows_have_few_rows_that_are_not_there(d):
         assert tile == (192, 128, 3, 3, 1) or n <= 256
 
 
+def test_few_heads_take_lower_tiles():
+    """With the same keys, so that a result does not depend on how many there are."""
+    low, high = (Cut(problem(64, batch=(b,), n_queries=256, n_keys=256)).tile for b in (4, 5))
+    assert (low.block_m, high.block_m) == (64, 256) and low.block_n == high.block_n
+    assert Cut(problem(64, batch=(3,), n_queries=256, n_keys=256)).slow_reason(H200) is None
+    assert Cut(problem(64, n_queries=256, n_keys=256)).slow_reason(H200) is not None
+
+
 def test_tiles_of_longer_rows_stay():
     for d, tile in ((64, (192, 128, 3, 3, 1)), (96, (128, 128, 2, 3, 1)), (128, (128, 128, 2, 3, 1))):
         for n_queries, n_keys in ((4096, 4096), (1024, 1024), (77, 4096), (4096, 1024)):
