@@ -10,8 +10,8 @@
 #include "sm80/tangent_tiles.cuh"
 
 constexpr int n_tiles = cfg::block_n / 8, v_tiles = cfg::columns / 8;
-constexpr int q_bytes = cfg::block_m * cfg::head_dim * int(sizeof(Elem)), k_bytes = cfg::block_n * cfg::head_dim * int(sizeof(Elem));
-constexpr int v_bytes = cfg::block_n * cfg::columns * int(sizeof(Elem));
+constexpr int q_bytes = Product::tile_bytes<cfg::block_m, cfg::head_dim>, k_bytes = Product::tile_bytes<cfg::block_n, cfg::head_dim>;
+constexpr int v_bytes = Product::tile_bytes<cfg::block_n, cfg::columns>;
 constexpr int k_at = 0, tk_at = k_bytes, v_at = tk_at + (cfg::tk ? k_bytes : 0), tv_at = v_at + v_bytes;
 constexpr int stage_bytes = tv_at + (cfg::tv ? v_bytes : 0);
 using Scores = Acc[1][n_tiles][4];
@@ -62,6 +62,31 @@ __device__ __forceinline__ void load_keys(const TangentParams& p, const Work& w,
     load_rows<cfg::block_n, cfg::columns>(stage + v_at, w.v + first * p.v.row, p.v.row, columns, live);
     if constexpr (cfg::tk) load_rows<cfg::block_n, cfg::head_dim>(stage + tk_at, w.tk + first * p.tk.row, p.tk.row, p.head_dim, live);
     if constexpr (cfg::tv) load_rows<cfg::block_n, cfg::columns>(stage + tv_at, w.tv + first * p.tv.row, p.tv.row, columns, live);
+}
+
+// What has been copied into a tile becomes what products take, before others read it.
+template <int rows, int columns, i32 shift>
+__device__ __forceinline__ void prepare(u32 tile) {
+#pragma unroll 2
+    for (int i = 0; i < split::steps<rows, columns, threads>; ++i) split::split_step<rows, columns, threads, shift>(tile, threadIdx.x, i);
+}
+
+__device__ __forceinline__ void prepare_queries(u32 q) {
+    if constexpr (sizeof(Elem) == 4) {
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        prepare<cfg::block_m, cfg::head_dim, 0>(q);
+        if constexpr (cfg::tq) prepare<cfg::block_m, cfg::head_dim, 0>(q + q_bytes);
+    }
+}
+
+__device__ __forceinline__ void prepare_keys(u32 stage) {
+    if constexpr (sizeof(Elem) == 4) {
+        prepare<cfg::block_n, cfg::head_dim, Mma<float>::key_shift>(stage + k_at);
+        if constexpr (cfg::tk) prepare<cfg::block_n, cfg::head_dim, Mma<float>::key_shift>(stage + tk_at);
+        prepare<cfg::block_n, cfg::columns, 0>(stage + v_at);
+        if constexpr (cfg::tv) prepare<cfg::block_n, cfg::columns, 0>(stage + tv_at);
+    }
 }
 
 // Running statistics of the two rows of a lane, and sums relative to them.
@@ -117,9 +142,7 @@ __device__ __forceinline__ void attend(const TangentParams& p, const Work& w, Ti
     if (tile.partial()) for_hidden<false, n_tiles>(p, w.mask.slices(), w.row0, first, [&](int n, int i) { s[0][n][i] = -infinity<Acc>(), t[0][n][i] = 0; });
     rows.update(s, t);
     if constexpr (cfg::dropout != 0) for_dropped<false, n_tiles>(p, w.stream, w.row0, first, [&](int n, int i) { s[0][n][i] = t[0][n][i] = 0; });
-    add_values<cfg::columns>(rows.o, s, stage + v_at, 0);
-    if constexpr (cfg::moves) add_values<cfg::columns>(rows.to, t, stage + v_at, 0);
-    if constexpr (cfg::tv) add_values<cfg::columns>(rows.to, s, stage + tv_at, 0);
+    add_moved_values<cfg::columns>(rows.o, rows.to, s, t, stage + v_at, stage + tv_at);
 }
 
 __device__ __forceinline__ void store(const TangentParams& p, const Work& w, RowSums& rows) {
@@ -150,6 +173,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
     const auto live = [&](i32 row) { return w.row0 + row < p.n_queries; };
     load_rows<cfg::block_m, cfg::head_dim>(q, w.q + w.row0 * p.q.row, p.q.row, p.head_dim, live);
     if constexpr (cfg::tq) load_rows<cfg::block_m, cfg::head_dim>(q + q_bytes, w.tq + w.row0 * p.tq.row, p.tq.row, p.head_dim, live);
+    prepare_queries(q);
     TileWalk walk(p, w.mask, p.key_tiles);
     Tile tile = walk.next();
     if (cfg::stages == 2 && tile.exists()) load_keys(p, w, tile, stages);
@@ -160,6 +184,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
         const u32 stage = stages + at * stage_bytes;
         if constexpr (cfg::stages == 2) {
             ptx::cp_async_wait<0>();
+            prepare_keys(stage);
             __syncthreads();  // this tile has arrived, and everybody is done with the one before
             if (next.exists()) load_keys(p, w, next, stages + (at ^ 1) * stage_bytes);
             ptx::cp_async_commit();
@@ -168,6 +193,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
             load_keys(p, w, tile, stage);
             ptx::cp_async_commit();
             ptx::cp_async_wait<0>();
+            prepare_keys(stage);
             __syncthreads();  // this tile has arrived
         }
         attend(p, w, tile, q, stage, rows);

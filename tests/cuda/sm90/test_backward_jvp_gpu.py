@@ -68,7 +68,7 @@ def check(case: Case, args, tangents, options, *, ways=({},)):
         setattr(known, part, getattr(known, part)._replace(**sums))
     for way in ways:
         found = double_backward(args, tangents, options, **way)
-        known.check(("to", *TANGENTS), found)
+        known.check(("to", *TANGENTS[:3]), found)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
