@@ -131,9 +131,7 @@ struct RowSums {
 __device__ __forceinline__ void attend(const TangentParams& p, const Work& w, Tile tile, u32 q, u32 stage, RowSums& rows) {
     const i32 first = tile.n() * cfg::block_n;
     Scores s = {}, t = {};
-    add_scores<cfg::head_dim>(s, q, stage + k_at);
-    if constexpr (cfg::tq) add_scores<cfg::head_dim>(t, q + q_bytes, stage + k_at);
-    if constexpr (cfg::tk) add_scores<cfg::head_dim>(t, q, stage + tk_at);
+    add_moved_scores<cfg::head_dim>(s, t, q, q + q_bytes, stage + k_at, stage + tk_at);
     for_elements<false, n_tiles>(p, w, w.row0, first, [&](int n, int i, i32 row, i32 key, const auto&... place) {
         const MovedScore x = move_score(p, s[0][n][i], t[0][n][i], w.bias, w.tbias, row, key, static_cast<const TracedHead&>(w), place...);
         s[0][n][i] = x.score;

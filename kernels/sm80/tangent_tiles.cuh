@@ -61,6 +61,43 @@ __device__ __forceinline__ void add_scores(Acc (&s)[1][tiles][4], u32 owner, u32
     }
 }
 
+// s += q k, t += q. k + q k., of as many of these as there are; in float64 all at once, since few products of a warp depend on nothing else.
+template <int columns, int tiles>
+__device__ __forceinline__ void add_moved_scores(Acc (&s)[1][tiles][4], Acc (&t)[1][tiles][4], u32 q, u32 tq, u32 k, u32 tk) {
+    if constexpr (sizeof(Elem) < 8) {
+        add_scores<columns>(s, q, k);
+        if constexpr (cfg::tq) add_scores<columns>(t, tq, k);
+        if constexpr (cfg::tk) add_scores<columns>(t, q, tk);
+    } else {
+        constexpr int row_bytes = columns * int(sizeof(double));
+        const u32 lane = threadIdx.x % 32;
+        const Mma<double>::QRows<1, columns> rows(q, owned_rows, threadIdx.x / 32 * 16, lane);
+        const Mma<double>::RowElements<row_bytes> keys(k, lane);
+        Acc other[1][tiles][4] = {};
+#pragma unroll 2
+        for (int step = 0; step < columns / 8; ++step) {
+            double a[4], ta[4];
+            rows.get(a, 0, step);
+            if constexpr (cfg::tq) {
+                Mma<double>::QRows<1, columns> moved = rows;
+                moved.rows.half += tq - q;
+                moved.get(ta, 0, step);
+            }
+            unroll<tiles>([&](int n) {
+                double b0, b1, tb0, tb1;
+                keys.get(b0, b1, step, n * 8 * row_bytes);
+                mma(s[0][n], a, b0, b1);
+                if constexpr (cfg::tq) mma(t[0][n], ta, b0, b1);
+                if constexpr (cfg::tk) {
+                    keys.get(tb0, tb1, step, tk - k + n * 8 * row_bytes);
+                    mma(other[0][n], a, tb0, tb1);
+                }
+            });
+        }
+        unroll<tiles, 4>([&](int n, int i) { t[0][n][i] += other[0][n][i]; });
+    }
+}
+
 // Halves have a fixed least bit, and weights of tangents any size: those of each row are taken relative to the power of two beneath the largest.
 template <int tiles>
 struct RowUnits {
@@ -168,10 +205,35 @@ __device__ __forceinline__ void add_moved_values(Acc (&o)[1][sums][4], Acc (&to)
     if constexpr (sizeof(Elem) == 4) {
         if constexpr (cfg::tv) add_split_values<false, columns>(to, to, s, t, tv);
         add_split_values<cfg::moves, columns>(o, to, s, t, v);
-    } else {
+    } else if constexpr (sizeof(Elem) == 2) {
         add_values<columns>(o, s, v, 0);
         if constexpr (cfg::moves) add_values<columns>(to, t, v, 0);
         if constexpr (cfg::tv) add_values<columns>(to, s, tv, 0);
+    } else {
+        constexpr int row_bytes = columns * int(sizeof(double));
+        const u32 l = threadIdx.x % 32;
+        const LaneRow<row_bytes, 128, true> even(l % 4 * 2, l / 4), odd(l % 4 * 2 + 1, l / 4);
+        unroll<tiles / 2, 2>([&](int c, int half) {
+            double a[4], ta[4];
+            unroll<4>([&](int r) { a[r] = s[0][2 * c + half][r % 2 * 2 + r / 2], ta[r] = t[0][2 * c + half][r % 2 * 2 + r / 2]; });
+            unroll<sums / 2>([&](int pair) {
+                const u32 rows = (c * 16 + half * 8) * row_bytes;
+                double2 b0, b1;
+                ptx::load_shared(b0, v + rows + even.offset(pair));
+                ptx::load_shared(b1, v + rows + odd.offset(pair));
+                const auto add = [&](Acc (&sum)[1][sums][4], const double (&from)[4]) {
+                    mma(sum[0][2 * pair], from, b0.x, b1.x);
+                    mma(sum[0][2 * pair + 1], from, b0.y, b1.y);
+                };
+                add(o, a);
+                if constexpr (cfg::moves) add(to, ta);
+                if constexpr (cfg::tv) {
+                    ptx::load_shared(b0, tv + rows + even.offset(pair));
+                    ptx::load_shared(b1, tv + rows + odd.offset(pair));
+                    add(to, a);
+                }
+            });
+        });
     }
 }
 
