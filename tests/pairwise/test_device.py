@@ -5,7 +5,7 @@ import pytest
 
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
-from cuattn.pairwise import device
+from cuattn.pairwise import device, tensor_cores
 from cuattn.pairwise.functions import FUNCTIONS
 from cuattn.pairwise.pairs import Wanted
 from tests.cuda.nvrtc import kernel_resources
@@ -37,12 +37,26 @@ def test_spills(case, arch):
     assert (used.stack, used.spill_stores) == (0, 0)
 
 
-def test_arguments_are_mirrored():
-    checks = [f"static_assert(sizeof(PairwiseParams) == {device.PARAMS.itemsize});"]
-    for name in device.PARAMS.names:
-        checks.append(f"static_assert(__builtin_offsetof(PairwiseParams, {name}) == {device.PARAMS.fields[name][1]});")
-    text = source.build("pairwise/rows.cu", dict(constants("matvec")))
-    compiler.compile_log(text + "\n".join(checks), "sm_90")
+@pytest.mark.parametrize("dim", [48, 128])
+@pytest.mark.parametrize("logs", [False, True])
+def test_products_spill_nothing(dim, logs):
+    constants = tensor_cores.constants_of(4, dim, 8, logs, False)
+    for used in kernel_resources("pairwise/products.cu", tuple(constants.items()), "sm_90").values():
+        assert (used.stack, used.spill_stores) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "struct", "mirror", "known"),
+    [
+        ("pairwise/rows.cu", "PairwiseParams", device.PARAMS, dict(constants("matvec"))),
+        ("pairwise/products.cu", "ProductParams", tensor_cores.PARAMS, tensor_cores.constants_of(0, 64, 1, True, True)),
+    ],
+)
+def test_arguments_are_mirrored(path, struct, mirror, known):
+    checks = [f"static_assert(sizeof({struct}) == {mirror.itemsize});"]
+    for name in mirror.names:
+        checks.append(f"static_assert(__builtin_offsetof({struct}, {name}) == {mirror.fields[name][1]});")
+    compiler.compile_log(source.build(path, known) + "\n".join(checks), "sm_90")
 
 
 def test_functions_have_the_kernels_numbers():
