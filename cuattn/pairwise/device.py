@@ -42,7 +42,7 @@ SUMS, LOGS, SLOPES = range(3)
 def takes(pairs: Pairs) -> bool:
     """Return whether the kernels are for a call's points."""
     few = pairs.dim <= MOST_DIM[pairs.work.itemsize] and math.prod(pairs.batch) <= MOST_BATCH
-    return few and not pairs.masks
+    return few and not pairs.is_masked
 
 
 def constants_of(dtype: np.dtype, function: int, dim: int, columns: int, wanted: Wanted) -> dict[str, Any]:

@@ -165,6 +165,11 @@ class Pairs:
         return join(found)
 
     @property
+    def is_masked(self) -> bool:
+        """Whether pairs may be hidden; asks no mask."""
+        return self.given_mask is not None or self.window is not None
+
+    @property
     def swapped(self) -> Pairs:
         """The call with rows and keys exchanged; it has no masks."""
         return replace(self, arrays={"x": self.spread("y"), "y": self.spread("x")})

@@ -85,7 +85,7 @@ def engine(pairs: Pairs, slopes: bool = False) -> Any:
     if device.takes(pairs) and (wanted == "direct" or (wanted is None and pairs.is_direct)):
         return device
     if wanted == "products" and tensor_cores.takes(pairs):
-        return attention if slopes else tensor_cores
+        return tensor_cores
     if wanted in ("direct", "products"):
         raise UnsupportedError(f"kernel is {wanted!r}, which does not take {pairs.dim} coordinates so; expected None")
     return attention

@@ -40,7 +40,7 @@ def test_spills(case, arch):
 @pytest.mark.parametrize("dim", [48, 128])
 @pytest.mark.parametrize("logs", [False, True])
 def test_products_spill_nothing(dim, logs):
-    constants = tensor_cores.constants_of(4, dim, 8, logs, False)
+    constants = tensor_cores.constants_of(4, dim, 0 if logs else 8, False, Wanted(sums=not logs, logs=logs))
     for used in kernel_resources("pairwise/products.cu", tuple(constants.items()), "sm_90").values():
         assert (used.stack, used.spill_stores) == (0, 0)
 
@@ -49,7 +49,12 @@ def test_products_spill_nothing(dim, logs):
     ("path", "struct", "mirror", "known"),
     [
         ("pairwise/rows.cu", "PairwiseParams", device.PARAMS, dict(constants("matvec"))),
-        ("pairwise/products.cu", "ProductParams", tensor_cores.PARAMS, tensor_cores.constants_of(0, 64, 1, True, True)),
+        (
+            "pairwise/products.cu",
+            "ProductParams",
+            tensor_cores.PARAMS,
+            tensor_cores.constants_of(0, 64, 0, True, Wanted(logs=True)),
+        ),
     ],
 )
 def test_arguments_are_mirrored(path, struct, mirror, known):
