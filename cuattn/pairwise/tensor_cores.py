@@ -22,7 +22,7 @@ _STEP = 16  # coordinates of a product
 _TOP = 15  # largest exponent of a half
 _LOG2_E = math.log2(math.e)
 
-_ARRAYS = "x", "y", "halves", "of_row", "of_key", "u", "v", "unit", "sums", "logs", "directions", "moments"
+_ARRAYS = "x", "y", "tiles", "of_row", "of_key", "u", "v", "unit", "sums", "logs", "directions", "moments"
 PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in _ARRAYS),
@@ -43,10 +43,15 @@ def constants_of(function: int, dim: int, columns: int, tf32: bool, wanted: Want
     """Return what the kernels are specialised by, for points of `dim` coordinates, a multiple of 16."""
     most = 4 if dim <= 64 and not wanted.slopes else 2
     width = cdiv(columns, max(cdiv(columns, most), 1))
-    known: dict[str, Any] = {"dim": dim, "width": width, "function": function, "tf32": tf32}
-    if wanted.slopes:
-        return known | {"block_n": 32, "logs": wanted.row_log is not None, "values": wanted.sums}
-    return known | {"block_n": 64 if dim <= 64 else 32, "reduction": int(wanted.logs)}
+    return {
+        "dim": dim,
+        "width": width,
+        "function": function,
+        "tf32": tf32,
+        "logs": wanted.key_log is not None,
+        "values": wanted.sums,
+        "block_n": 64 if dim <= 64 and not wanted.slopes else 32,
+    }
 
 
 @lru_cache(maxsize=256)
@@ -102,7 +107,7 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     given = {
         "x": points.x,
         "y": points.y,
-        "halves": xp.empty((sizes[0], padded, dim), np.float32),
+        "tiles": xp.empty((sizes[0], padded, dim + 1), np.float32),
         "of_row": of_row,
         "of_key": of_key,
         "u": wanted.u,

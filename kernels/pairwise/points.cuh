@@ -1,6 +1,6 @@
 // Points with many coordinates for tensor cores, as float32 scaled so that none exceeds 2^15: each coordinate is two halves, hi + 2^-11 lo, and a
-// product is three (sm80/split_f32.cuh), or one with cfg::tf32.  pairwise_split writes the halves of keys once: a row is chunks of eight hi and
-// eight lo in turn, of cfg::dim coordinates, a multiple of 16.  Tiles of them lie in shared memory as in sm80/tile.cuh.
+// product is three (sm80/split_f32.cuh), or one with cfg::tf32.  pairwise_split writes keys once, as the tiles that shared memory is to hold: rows of
+// cfg::dim coordinates, a multiple of 16, are chunks of eight hi and eight lo in turn, swizzled (sm80/tile.cuh).
 #pragma once
 #include "pairwise/functions.cuh"
 #include "pairwise/sums.cuh"
@@ -10,10 +10,10 @@
 
 namespace pairwise {
 
-// Mirrored by PARAMS in cuattn/pairwise/tensor_cores.py.  Arrays are contiguous; the keys' halves end with the last whole tile.
+// Mirrored by PARAMS in cuattn/pairwise/tensor_cores.py.  Arrays are contiguous.
 struct ProductParams {
     const float *x, *y;                // (batch, rows, dim), (batch, keys, dim)
-    uint4* halves;                     // of y: (batch, keys, dim / 8, 2)
+    uint4* tiles;                      // of keys: (batch, tiles, kBlock)
     const float *of_row, *of_key;      // (batch, rows), (batch, keys)
     const float *u, *v;                // (batch, rows, columns), (batch, keys, columns)
     const float* unit;                 // of products
@@ -22,24 +22,28 @@ struct ProductParams {
 };
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps, kDim = cfg::dim, kSteps = kDim / 16, kRowBytes = kDim * 4, kChunks = kDim / 4;
-constexpr int kKeys = cfg::block_n, kProducts = cfg::tf32 ? 1 : 3;
+constexpr int kKeys = cfg::block_n, kBlock = kKeys * kChunks + kKeys / 4, kProducts = cfg::tf32 ? 1 : 3;
 constexpr int kWidth = cfg::width, kColumns = kWidth ? kWidth : 1;
 
+// Keys that do not exist add nothing: their of_key makes exponentials 0, else their v is 0.
 __device__ __forceinline__ void split_keys(const ProductParams& p) {
-    const i32 index = blockIdx.x * kThreads + threadIdx.x, key = index / (kDim / 8), first = index % (kDim / 8) * 8;
+    const i32 index = blockIdx.x * kThreads + threadIdx.x, key = index / (kDim / 8), eight = index % (kDim / 8);
     if (key >= p.padded_keys) return;
-    const i64 batch = blockIdx.z;
+    const i64 batch = blockIdx.z, from = batch * p.n_keys + key;
+    const bool there = key < p.n_keys;
     float x[8] = {};
-    if (key < p.n_keys) {
-        const float4* from = reinterpret_cast<const float4*>(p.y + (batch * p.n_keys + key) * kDim + first);
-        *reinterpret_cast<float4*>(x) = from[0];
-        *reinterpret_cast<float4*>(x + 4) = from[1];
+    if (there) {
+        const float4* row = reinterpret_cast<const float4*>(p.y + from * kDim + 8 * eight);
+        *reinterpret_cast<float4*>(x) = row[0];
+        *reinterpret_cast<float4*>(x + 4) = row[1];
     }
     u32 hi[4], lo[4];
     unroll<4>([&](int n) { split::split_pair<1 << split::kLow>(hi[n], lo[n], x[2 * n], x[2 * n + 1]); });
-    uint4* to = p.halves + (batch * p.padded_keys * (kDim / 8) + index) * 2;
-    to[0] = {hi[0], hi[1], hi[2], hi[3]};
-    to[1] = {lo[0], lo[1], lo[2], lo[3]};
+    uint4* tile = p.tiles + (batch * p.padded_keys + key) / kKeys * kBlock;
+    const int n = key % kKeys;
+    tile[swizzle<kRowBytes>(n, 2 * eight) / 16] = {hi[0], hi[1], hi[2], hi[3]};
+    tile[swizzle<kRowBytes>(n, 2 * eight + 1) / 16] = {lo[0], lo[1], lo[2], lo[3]};
+    if (eight == 0) reinterpret_cast<float*>(tile + kKeys * kChunks)[n] = there ? p.of_key[from] : cfg::logs ? -infinity<float>() : 0.f;
 }
 
 struct alignas(128) Tile {
@@ -48,36 +52,35 @@ struct alignas(128) Tile {
     float v[kKeys][kColumns];
 };
 
-// Begins to copy a tile of keys.  Those that do not exist add nothing: their v is 0, and so are their weights, which `nothing` makes.
-__device__ __forceinline__ void load_tile(Tile& tile, const ProductParams& p, i64 batch, i32 first, i32 column, float nothing) {
-    const uint4* source = p.halves + (batch * p.padded_keys + first) * kChunks;
-    const u32 at = ptx::shared_address(tile.halves);
-#pragma unroll
-    for (int i = threadIdx.x; i < kKeys * kChunks; i += kThreads) ptx::cp_async<16>(at + swizzle<kRowBytes>(i / kChunks, i % kChunks), source + i, 16);
+__device__ __forceinline__ void load_tile(Tile& tile, const ProductParams& p, i64 batch, i32 first, i32 column) {
+    const uint4* source = p.tiles + (batch * p.padded_keys + first) / kKeys * kBlock + threadIdx.x;
+    const u32 at = ptx::shared_address(&tile) + 16 * threadIdx.x;
+    unroll<(kBlock + kThreads - 1) / kThreads>([&](int step) {
+        if (kThreads * (step + 1) <= kBlock || kThreads * step + threadIdx.x < kBlock) ptx::cp_async<16>(at + 16 * kThreads * step, source + kThreads * step, 16);
+    });
     static_assert(kKeys <= kThreads);
-    if (const int n = threadIdx.x; n < kKeys) {
-        const i64 key = batch * p.n_keys + first + n;
+    if (const int n = threadIdx.x; kWidth > 0 && n < kKeys) {
         const bool there = first + n < p.n_keys;
-        tile.of_key[n] = there ? p.of_key[key] : nothing;
-        unroll<kWidth>([&](int c) { tile.v[n][c] = there && column + c < p.columns ? p.v[key * p.columns + column + c] : 0.f; });
+        const float* v = p.v + (there ? (batch * p.n_keys + first + n) * p.columns + column : 0);
+        unroll<kWidth>([&](int c) {
+            const bool is = there && column + c < p.columns;
+            ptx::cp_async<4>(ptx::shared_address(&tile.v[n][c]), is ? v + c : v, is ? 4 : 0);
+        });
     }
     ptx::cp_async_commit();
 }
 
-// Calls add(tile) for the tiles of a part of the keys; two are in flight.
+// Calls add(tile) for the tiles of a part of the keys, while the next one comes.
 template <class Add>
-__device__ __forceinline__ void for_tiles(const ProductParams& p, i64 batch, i32 start, i32 stop, i32 column, float nothing, const Add& add) {
+__device__ __forceinline__ void for_tiles(const ProductParams& p, i64 batch, i32 start, i32 stop, i32 column, const Add& add) {
     __shared__ Tile tiles[2];
-    load_tile(tiles[0], p, batch, start, column, nothing);
+    load_tile(tiles[0], p, batch, start, column);
     int stage = 0;
     for (i32 first = start; first < stop; first += kKeys, stage ^= 1) {
-        if (first + kKeys < stop) {
-            load_tile(tiles[stage ^ 1], p, batch, first + kKeys, column, nothing);
-            ptx::cp_async_wait<1>();
-        } else ptx::cp_async_wait<0>();
-        __syncthreads();  // the tile is there
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // the tile is there, and nobody reads the last one any more
+        if (first + kKeys < stop) load_tile(tiles[stage ^ 1], p, batch, first + kKeys, column);
         add(tiles[stage]);
-        __syncthreads();  // nobody reads it any more
     }
 }
 
@@ -100,17 +103,21 @@ struct Points {
     }
 };
 
+// The keys' rows that a lane names, for right factors: both halves of 16 coordinates.
+struct KeyRow {
+    LaneRow<kRowBytes, 64> row{threadIdx.x % 8, 2 * (threadIdx.x / 8 % 2) + threadIdx.x % 32 / 16};
+};
+
 // The products of rows with 16 keys: total(t, n, e) of row 16 t + lane / 4 (+ 8 from e = 2 on) and key 8 n + 2 (lane % 4) + e % 2.
 template <int tiles>
 struct Scores {
     split::Sums<kProducts, tiles> eights[2];
 
-    __device__ __forceinline__ void add(const Points<tiles>& rows, u32 shared, int group) {
-        const int lane = threadIdx.x % 32;
-        const LaneRow<kRowBytes, 64> from(lane % 8, 2 * (lane / 8 % 2) + lane / 16);
+    // shared: where the 16 keys lie.
+    __device__ __forceinline__ void add(const Points<tiles>& rows, const KeyRow& from, u32 shared) {
         unroll<kSteps, 2>([&](int step, int n) {
             u32 b[4];
-            ptx::ldmatrix_x4(b, shared + (16 * group + 8 * n) * kRowBytes + from.offset(step));
+            ptx::ldmatrix_x4(b, shared + 8 * n * kRowBytes + from.row.offset(step));
             unroll<tiles>([&](int t) { eights[n].add(t, rows.hi[t][step], rows.lo[t][step], b); });
         });
     }

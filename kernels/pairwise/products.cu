@@ -1,7 +1,6 @@
 // Sums over all keys y_j for each row x_i by tensor cores, of float32 points with many coordinates (pairwise/points.cuh):
 //
-// cfg::reduction 0   sum_j k(of_row_i + of_key_j - unit x_i.y_j) v_j      to p.sums
-//                1   log2 sum_j 2^(of_key_j + unit x_i.y_j)               to p.logs
+//   sum_j k(of_row_i + of_key_j - unit x_i.y_j) v_j to p.sums, or with cfg::logs log2 sum_j 2^(of_key_j + unit x_i.y_j) to p.logs
 //
 // A warp owns 32 rows.  Grid: row blocks; parts of the keys, times groups of cfg::width columns; batch.  Each part writes results of its own.
 #include "pairwise/points.cuh"
@@ -9,7 +8,6 @@
 using namespace pairwise;
 
 constexpr int kTiles = 2, kRows = 16 * kTiles * kWarps, kOwn = 2 * kTiles;
-constexpr bool kLse = cfg::reduction == 1;
 
 extern "C" __global__ __launch_bounds__(kThreads) void pairwise_split(const __grid_constant__ ProductParams p) { split_keys(p); }
 
@@ -39,21 +37,21 @@ __device__ __forceinline__ void add_logs(Row& row, float& sum, const float (&s)[
     sum += more;
 }
 
-__device__ __forceinline__ void add_tile(Row (&rows)[kOwn], const Points<kTiles>& points, const Tile& tile, float unit) {
+__device__ __forceinline__ void add_tile(Row (&rows)[kOwn], const Points<kTiles>& points, const KeyRow& from, const Tile& tile, float unit) {
     const int lane = threadIdx.x % 32;
     const u32 shared = ptx::shared_address(tile.halves);
     float sums[kOwn][kColumns] = {};
 #pragma unroll 1
     for (int group = 0; group < kKeys / 16; ++group) {
         Scores<kTiles> scores;
-        scores.add(points, shared, group);
+        scores.add(points, from, shared + 16 * group * kRowBytes);
         const int first = 16 * group + 2 * (lane % 4);
         float of_key[4];
         unroll<4>([&](int n) { of_key[n] = tile.of_key[first + n / 2 * 8 + n % 2]; });
         unroll<kOwn>([&](int r) {
             float s[4];
             unroll<4>([&](int n) { s[n] = scores.total(r / 2, n / 2, r % 2 * 2 + n % 2); });
-            if constexpr (kLse) add_logs(rows[r], sums[r][0], s, of_key, unit);
+            if constexpr (cfg::logs) add_logs(rows[r], sums[r][0], s, of_key, unit);
             else {
                 unroll<4>([&](int n) {
                     const float z = fmaxf(fmaf(-unit, s[n], rows[r].of_row + of_key[n]), 0.f), k = evaluate<cfg::function>(z).value;
@@ -76,15 +74,16 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_products(const _
     Row rows[kOwn];
     Points<kTiles> points;
     points.load([&](int r) { return p.x + place(r) * kDim; });
-    if constexpr (!kLse) unroll<kOwn>([&](int r) { rows[r].of_row = p.of_row[place(r)]; });
+    if constexpr (!cfg::logs) unroll<kOwn>([&](int r) { rows[r].of_row = p.of_row[place(r)]; });
     const float unit = *p.unit;
-    for_tiles(p, batch, start, stop, column, kLse ? -infinity<float>() : 0.f, [&](const Tile& tile) { add_tile(rows, points, tile, unit); });
+    const KeyRow from;
+    for_tiles(p, batch, start, stop, column, [&](const Tile& tile) { add_tile(rows, points, from, tile, unit); });
 
     unroll<kOwn>([&](int r) {
         const i32 row = row_of(r);
         const bool writes = lane % 4 == 0 && row < p.n_rows;
         const i64 at = (static_cast<i64>(part) * gridDim.z + batch) * p.n_rows + row;
-        if constexpr (kLse) {
+        if constexpr (cfg::logs) {
             float m = fmaxf(rows[r].m, __shfl_xor_sync(~0u, rows[r].m, 1));
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
             const float l = over_lanes(rows[r].totals[0].sum * power_of_2(rows[r].m - m));

@@ -36,12 +36,12 @@ struct Slopes {
     float pulled[kDim / 8][4] = {};  // sum_j g_ij y_j, relative to 2^(e - 14)
 
     // The g of a tile, as they lie in accumulators: of group and eight keys.
-    __device__ __forceinline__ void weigh(float (&g)[kGroups][2][4], const Points<1>& points, const Tile& tile, u32 shared, float unit) {
+    __device__ __forceinline__ void weigh(float (&g)[kGroups][2][4], const Points<1>& points, const KeyRow& from, const Tile& tile, u32 shared, float unit) {
         const int lane = threadIdx.x % 32;
         float weights[2] = {}, moments[2] = {}, values[2][kColumns] = {}, greatest[2] = {};
         unroll<kGroups>([&](int group) {
             Scores<1> scores;
-            scores.add(points, shared, group);
+            scores.add(points, from, shared + 16 * group * kRowBytes);
             unroll<2, 4>([&](int n, int e) {
                 const int key = 16 * group + 8 * n + 2 * (lane % 4) + e % 2, r = e / 2;
                 Row& row = rows[r];
@@ -73,24 +73,22 @@ struct Slopes {
         });
     }
 
-    __device__ __forceinline__ void add(const Points<1>& points, const Tile& tile, float unit) {
+    __device__ __forceinline__ void add(const Points<1>& points, const KeyRow& from, const LaneRow<kRowBytes>& turned, const Tile& tile, float unit) {
         const u32 shared = ptx::shared_address(tile.halves);
         u32 hi[kGroups][4], lo[kGroups][4];
         {
             float g[kGroups][2][4];
-            weigh(g, points, tile, shared, unit);
+            weigh(g, points, from, tile, shared, unit);
             unroll<kGroups, 4>([&](int group, int n) {
                 const float *own = g[group][n / 2] + n % 2 * 2, up = rows[n % 2].up;
                 split::split_pair<1 << split::kLow>(hi[group][n], lo[group][n], own[0] * up, own[1] * up);
             });
         }
-        const int lane = threadIdx.x % 32;
-        const LaneRow<kRowBytes> from(lane % 16, lane / 16);
         unroll<kDim / 8>([&](int eight) {
             split::Sums<kProducts, 1> sums;
             unroll<kGroups>([&](int group) {
                 u32 b[4];
-                ptx::ldmatrix_x4_trans(b, shared + 16 * group * kRowBytes + from.offset(eight));
+                ptx::ldmatrix_x4_trans(b, shared + 16 * group * kRowBytes + turned.offset(eight));
                 sums.add(0, hi[group], lo[group], b);
             });
             unroll<4>([&](int e) { pulled[eight][e] = fmaf(pulled[eight][e], rows[e / 2].share, sums.total(0, e)); });
@@ -114,7 +112,9 @@ extern "C" __global__ __launch_bounds__(kThreads, kDim <= 32 ? 4 : kDim <= 64 ? 
         unroll<kColumns>([&](int c) { found.rows[r].u[c] = column + c < p.columns ? p.u[place(r) * p.columns + column + c] : 0.f; });
     });
     const float unit = *p.unit;
-    for_tiles(p, batch, start, stop, column, cfg::logs ? -infinity<float>() : 0.f, [&](const Tile& tile) { found.add(points, tile, unit); });
+    const KeyRow from;
+    const LaneRow<kRowBytes> turned(lane % 16, lane / 16);  // for right factors whose rows are the keys' coordinates
+    for_tiles(p, batch, start, stop, column, [&](const Tile& tile) { found.add(points, from, turned, tile, unit); });
 
     const i64 own = static_cast<i64>(blockIdx.y) * gridDim.z + batch, values = static_cast<i64>(part) * gridDim.z + batch;
     unroll<2>([&](int r) {

@@ -40,7 +40,9 @@ def test_spills(case, arch):
 @pytest.mark.parametrize("dim", [48, 128])
 @pytest.mark.parametrize("logs", [False, True])
 def test_products_spill_nothing(dim, logs):
-    constants = tensor_cores.constants_of(4, dim, 0 if logs else 8, False, Wanted(sums=not logs, logs=logs))
+    constants = tensor_cores.constants_of(
+        4, dim, 0 if logs else 8, False, Wanted(sums=not logs, logs=logs, key_log=LOGS if logs else None)
+    )
     for used in kernel_resources("pairwise/products.cu", tuple(constants.items()), "sm_90").values():
         assert (used.stack, used.spill_stores) == (0, 0)
 
