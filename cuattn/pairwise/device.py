@@ -39,6 +39,9 @@ SUMS, LOGS, SLOPES = range(3)
 """What a kernel's ``cfg::reduction`` says."""
 
 
+TAKEN = "at most 32 coordinates (8 in float64) and no mask"
+
+
 def takes(pairs: Pairs) -> bool:
     """Return whether the kernels are for a call's points."""
     few = pairs.dim <= MOST_DIM[pairs.work.itemsize] and math.prod(pairs.batch) <= MOST_BATCH

@@ -63,8 +63,8 @@ class MatvecGradients(NamedTuple):
     dbandwidth: Any
 
 
-def engine(pairs: Pairs, slopes: bool = False) -> Any:
-    """Return the module that computes a call's sums with :class:`Wanted`, slopes or others.
+def engine(pairs: Pairs) -> Any:
+    """Return the module that computes a call's sums with :class:`Wanted`.
 
     Raises
     ------
@@ -82,13 +82,12 @@ def engine(pairs: Pairs, slopes: bool = False) -> Any:
         raise UnsupportedError("kernel is 'cpu' but x is on a GPU; expected an array in host memory")
     from cuattn.pairwise import attention, device, tensor_cores
 
-    if device.takes(pairs) and (wanted == "direct" or (wanted is None and pairs.is_direct)):
+    rooms = {"direct": device, "products": tensor_cores}
+    if wanted in rooms and not rooms[wanted].takes(pairs):
+        raise UnsupportedError(f"kernel is {wanted!r}; expected {rooms[wanted].TAKEN}")
+    if wanted is None and pairs.is_direct and device.takes(pairs):
         return device
-    if wanted == "products" and tensor_cores.takes(pairs):
-        return tensor_cores
-    if wanted in ("direct", "products"):
-        raise UnsupportedError(f"kernel is {wanted!r}, which does not take {pairs.dim} coordinates so; expected None")
-    return attention
+    return rooms.get(wanted, attention)
 
 
 @public
@@ -225,7 +224,7 @@ def gradients(pairs: Pairs, u: Any, v: Any, row_log: Any = None, key_log: Any = 
 
     With logarithms k is the Gaussian, multiplied by their exponentials; there the last is not for use.
     """
-    room = engine(pairs, slopes=True)
+    room = engine(pairs)
     if hasattr(room, "gradients"):
         return room.gradients(pairs, u, v, row_log, key_log)
     of_x: Sums = room.run(pairs, Wanted(u, v, row_log, key_log, slopes=True, moments=row_log is None))
@@ -239,4 +238,4 @@ def pull(pairs: Pairs, row_log: Any, key_log: Any) -> Any:
     """Return sum_j p_ij (x_i - y_j) of p_ij = exp(row_log_i + key_log_j - w_ij)."""
     xp, (rows, keys) = pairs.xp, (row_log.shape[-1], key_log.shape[-1])
     u, v = (xp.ones((*pairs.batch, n, 1), pairs.work) for n in (rows, keys))
-    return engine(pairs, slopes=True).run(pairs, Wanted(u, v, row_log, key_log, slopes=True)).directions
+    return engine(pairs).run(pairs, Wanted(u, v, row_log, key_log, slopes=True)).directions

@@ -33,6 +33,9 @@ PARAMS = np.dtype(
 """Mirror of ``ProductParams``."""
 
 
+TAKEN = "float32, at most 128 coordinates, no mask, and another function than the Laplacian"
+
+
 def takes(pairs: Pairs) -> bool:
     """Return whether the kernels are for a call's points: the Laplacian asks for more digits where points are near."""
     fits = pairs.work == np.float32 and pairs.dim <= MOST_DIM and math.prod(pairs.batch) <= MOST_BATCH

@@ -52,8 +52,8 @@ struct alignas(128) Tile {
     float v[kKeys][kColumns];
 };
 
-__device__ __forceinline__ void load_tile(Tile& tile, const ProductParams& p, i64 batch, i32 first, i32 column) {
-    const uint4* source = p.tiles + (batch * p.padded_keys + first) / kKeys * kBlock + threadIdx.x;
+__device__ __forceinline__ void load_tile(Tile& tile, const ProductParams& p, const Share& share, i32 first) {
+    const uint4* source = p.tiles + (share.batch * p.padded_keys + first) / kKeys * kBlock + threadIdx.x;
     const u32 at = ptx::shared_address(&tile) + 16 * threadIdx.x;
     unroll<(kBlock + kThreads - 1) / kThreads>([&](int step) {
         if (kThreads * (step + 1) <= kBlock || kThreads * step + threadIdx.x < kBlock) ptx::cp_async<16>(at + 16 * kThreads * step, source + kThreads * step, 16);
@@ -61,9 +61,9 @@ __device__ __forceinline__ void load_tile(Tile& tile, const ProductParams& p, i6
     static_assert(kKeys <= kThreads);
     if (const int n = threadIdx.x; kWidth > 0 && n < kKeys) {
         const bool there = first + n < p.n_keys;
-        const float* v = p.v + (there ? (batch * p.n_keys + first + n) * p.columns + column : 0);
+        const float* v = p.v + (there ? (share.batch * p.n_keys + first + n) * p.columns + share.column : 0);
         unroll<kWidth>([&](int c) {
-            const bool is = there && column + c < p.columns;
+            const bool is = there && share.column + c < p.columns;
             ptx::cp_async<4>(ptx::shared_address(&tile.v[n][c]), is ? v + c : v, is ? 4 : 0);
         });
     }
@@ -72,14 +72,14 @@ __device__ __forceinline__ void load_tile(Tile& tile, const ProductParams& p, i6
 
 // Calls add(tile) for the tiles of a part of the keys, while the next one comes.
 template <class Add>
-__device__ __forceinline__ void for_tiles(const ProductParams& p, i64 batch, i32 start, i32 stop, i32 column, const Add& add) {
+__device__ __forceinline__ void for_tiles(const ProductParams& p, const Share& share, const Add& add) {
     __shared__ Tile tiles[2];
-    load_tile(tiles[0], p, batch, start, column);
+    load_tile(tiles[0], p, share, share.start);
     int stage = 0;
-    for (i32 first = start; first < stop; first += kKeys, stage ^= 1) {
+    for (i32 first = share.start; first < share.stop; first += kKeys, stage ^= 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // the tile is there, and nobody reads the last one any more
-        if (first + kKeys < stop) load_tile(tiles[stage ^ 1], p, batch, first + kKeys, column);
+        if (first + kKeys < share.stop) load_tile(tiles[stage ^ 1], p, share, first + kKeys);
         add(tiles[stage]);
     }
 }

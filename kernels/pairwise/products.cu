@@ -65,11 +65,9 @@ __device__ __forceinline__ void add_tile(Row (&rows)[kOwn], const Points<kTiles>
 
 extern "C" __global__ __launch_bounds__(kThreads) void pairwise_products(const __grid_constant__ ProductParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 batch = blockIdx.z;
-    const i32 part = blockIdx.y % p.parts, column = blockIdx.y / p.parts * cfg::width;
-    const i32 start = part * p.keys_per_part, stop = min(start + p.keys_per_part, p.n_keys);
+    const Share share(p);
     const auto row_of = [&](int r) { return static_cast<i32>(blockIdx.x) * kRows + 16 * kTiles * warp + 8 * r + lane / 4; };
-    const auto place = [&](int r) { return batch * p.n_rows + min(row_of(r), p.n_rows - 1); };
+    const auto place = [&](int r) { return share.batch * p.n_rows + min(row_of(r), p.n_rows - 1); };
 
     Row rows[kOwn];
     Points<kTiles> points;
@@ -77,12 +75,12 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_products(const _
     if constexpr (!cfg::logs) unroll<kOwn>([&](int r) { rows[r].of_row = p.of_row[place(r)]; });
     const float unit = *p.unit;
     const KeyRow from;
-    for_tiles(p, batch, start, stop, column, [&](const Tile& tile) { add_tile(rows, points, from, tile, unit); });
+    for_tiles(p, share, [&](const Tile& tile) { add_tile(rows, points, from, tile, unit); });
 
     unroll<kOwn>([&](int r) {
         const i32 row = row_of(r);
         const bool writes = lane % 4 == 0 && row < p.n_rows;
-        const i64 at = (static_cast<i64>(part) * gridDim.z + batch) * p.n_rows + row;
+        const i64 at = share.of_parts() * p.n_rows + row;
         if constexpr (cfg::logs) {
             float m = fmaxf(rows[r].m, __shfl_xor_sync(~0u, rows[r].m, 1));
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
@@ -91,7 +89,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_products(const _
         } else {
             unroll<kWidth>([&](int c) {
                 const float sum = over_lanes(rows[r].totals[c].sum);
-                if (writes && column + c < p.columns) p.sums[at * p.columns + column + c] = sum;
+                if (writes && share.column + c < p.columns) p.sums[at * p.columns + share.column + c] = sum;
             });
         }
     });

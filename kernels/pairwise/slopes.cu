@@ -98,30 +98,27 @@ struct Slopes {
 
 extern "C" __global__ __launch_bounds__(kThreads, kDim <= 32 ? 4 : kDim <= 64 ? 3 : 1) void pairwise_slopes(const __grid_constant__ ProductParams p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 batch = blockIdx.z;
-    const i32 part = blockIdx.y % p.parts, column = blockIdx.y / p.parts * cfg::width;
-    const i32 start = part * p.keys_per_part, stop = min(start + p.keys_per_part, p.n_keys);
+    const Share share(p);
     const auto row_of = [&](int r) { return static_cast<i32>(blockIdx.x) * kRows + 16 * warp + 8 * r + lane / 4; };
-    const auto place = [&](int r) { return batch * p.n_rows + min(row_of(r), p.n_rows - 1); };
+    const auto place = [&](int r) { return share.batch * p.n_rows + min(row_of(r), p.n_rows - 1); };
 
     Slopes found;
     Points<1> points;
     points.load([&](int r) { return p.x + place(r) * kDim; });
     unroll<2>([&](int r) {
         found.rows[r].of_row = p.of_row[place(r)];
-        unroll<kColumns>([&](int c) { found.rows[r].u[c] = column + c < p.columns ? p.u[place(r) * p.columns + column + c] : 0.f; });
+        unroll<kColumns>([&](int c) { found.rows[r].u[c] = share.column + c < p.columns ? p.u[place(r) * p.columns + share.column + c] : 0.f; });
     });
     const float unit = *p.unit;
     const KeyRow from;
     const LaneRow<kRowBytes> turned(lane % 16, lane / 16);  // for right factors whose rows are the keys' coordinates
-    for_tiles(p, batch, start, stop, column, [&](const Tile& tile) { found.add(points, from, turned, tile, unit); });
+    for_tiles(p, share, [&](const Tile& tile) { found.add(points, from, turned, tile, unit); });
 
-    const i64 own = static_cast<i64>(blockIdx.y) * gridDim.z + batch, values = static_cast<i64>(part) * gridDim.z + batch;
     unroll<2>([&](int r) {
         Row& row = found.rows[r];
         const i32 index = row_of(r);
         const bool writes = index < p.n_rows;
-        const i64 at = own * p.n_rows + index;
+        const i64 at = share.of_blocks() * p.n_rows + index;
         const float weight = over_lanes(row.weight), moment = over_lanes(row.moment), down = 1.f / row.up;
         unroll<kDim / 8, 2>([&](int eight, int e) {
             const int c = 8 * eight + 2 * (lane % 4) + e;
@@ -131,7 +128,7 @@ extern "C" __global__ __launch_bounds__(kThreads, kDim <= 32 ? 4 : kDim <= 64 ? 
         if constexpr (cfg::values) {
             unroll<kWidth>([&](int c) {
                 const float sum = over_lanes(row.values[c].sum);
-                if (writes && lane % 4 == 0 && column + c < p.columns) p.sums[(values * p.n_rows + index) * p.columns + column + c] = sum;
+                if (writes && lane % 4 == 0 && share.column + c < p.columns) p.sums[(share.of_parts() * p.n_rows + index) * p.columns + share.column + c] = sum;
             });
         }
     });

@@ -16,8 +16,8 @@ NAMES = "dx", "dy", "db", "dbandwidth"
 def way(request, monkeypatch):
     """Both ways to compute: the host's own tiles, and attention, which GPUs take for many coordinates."""
     if request.param == "attention":
-        monkeypatch.setattr(products, "engine", lambda pairs, slopes=False: attention)
-        monkeypatch.setattr(logsums, "engine", lambda pairs, slopes=False: attention)
+        monkeypatch.setattr(products, "engine", lambda pairs: attention)
+        monkeypatch.setattr(logsums, "engine", lambda pairs: attention)
     return request.param
 
 
