@@ -29,8 +29,8 @@ _PARAGRAPHS = {
         "float64" computes in float64 and rounds the result; "tf32" permits products in TF32 above 8 coordinates.
     kernel : {None, "cpu", "direct", "products", "sm80", "sm90"}, optional
         What computes: on a GPU differences of coordinates ("direct": without masks, up to 32 of them or 8 in float64),
-        products of up to 128 in float32 ("products": without masks, not the Laplacian; gradients by attention), or the
-        named family of attention kernels; None chooses.""",
+        products of up to 128 in float32 ("products": without masks, not the Laplacian), or the named family of
+        attention kernels; None takes the first of them up to 8 coordinates, else products, else differences.""",
     "errors": """ShapeError, DtypeError, ArgumentError, MaskError, UnsupportedError
         When an argument does not fit; the message names it, its value and what was expected.""",
     "accuracy": """Up to 8 coordinates distances are as good as sums of squared differences.  Above, float32 takes them
@@ -82,11 +82,12 @@ def engine(pairs: Pairs) -> Any:
         raise UnsupportedError("kernel is 'cpu' but x is on a GPU; expected an array in host memory")
     from cuattn.pairwise import attention, device, tensor_cores
 
-    rooms = {"direct": device, "products": tensor_cores}
-    if wanted in rooms and not rooms[wanted].takes(pairs):
+    rooms: dict[str | None, Any] = {"direct": device, "products": tensor_cores}
+    if wanted is None:
+        order = ("direct", "products") if pairs.is_direct else ("products", "direct")
+        wanted = next((name for name in order if rooms[name].takes(pairs)), None)
+    elif wanted in rooms and not rooms[wanted].takes(pairs):
         raise UnsupportedError(f"kernel is {wanted!r}; expected {rooms[wanted].TAKEN}")
-    if wanted is None and pairs.is_direct and device.takes(pairs):
-        return device
     return rooms.get(wanted, attention)
 
 
