@@ -131,10 +131,10 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
         kernel.launch(addresses, stream)
     if wanted.logs:
         return Sums(logs=(log_sum(xp, made["logs"]) - points.squares[0]) / _LOG2_E)
-    sums, _, directions, moments = (None if a is None else a.sum(0) for a in made.values())
+    totals, _, directions, moments = (None if a is None else a.sum(0) for a in made.values())
     if wanted.slopes:
         directions, moments = directions[..., : pairs.dim] / points.scale, moments / pairs.function.base
-    return Sums(sums, None, directions, moments)
+    return Sums(totals, None, directions, moments)
 
 
 class _Points:
@@ -160,7 +160,7 @@ class _Points:
         widths = [(0, 0)] * (x.ndim - 1) + [(0, more)]
         x, y = (xp.pad(((p - centre) * root).astype(np.float32), widths) for p in (x, y))
         self.squares = tuple(xp.square(p, dtype=np.float64).sum(-1) for p in (x, y))
-        _, exponent = xp.frexp(xp.fmax(*(xp.nanmax(xp.abs(p)) for p in (x, y))))
+        _, exponent = xp.frexp(xp.maximum(*(xp.where(xp.isfinite(p), xp.abs(p), 0).max() for p in (x, y))))
         up = xp.ldexp(xp.ones((), np.float64), _TOP - exponent)
         self.x, self.y = ((p * up).astype(np.float32) for p in (x, y))
         self.unit, self.scale = 2 / (up * up), root * up
