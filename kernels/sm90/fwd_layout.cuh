@@ -10,8 +10,8 @@ namespace sm90::fwd {
 constexpr int warpgroups = cfg::block_m / 64;  // consumers: 64 query rows each
 constexpr int threads = 128 * (warpgroups + 1);
 // Two blocks share a multiprocessor where tiles are small.
-constexpr int producer_registers = cfg::min_blocks == 2 ? 32 : warpgroups == 3 ? 32 : 40;
-constexpr int consumer_registers = cfg::min_blocks == 2 ? 104 : warpgroups == 3 ? 160 : 232;
+constexpr int producer_registers = cfg::min_blocks == 2 || warpgroups >= 3 ? 32 : 40;
+constexpr int consumer_registers = cfg::min_blocks == 2 ? 104 : warpgroups == 4 ? 112 : warpgroups == 3 ? 160 : 232;
 
 // Rows and keys that see nothing and nobody sees, also because of the bias.
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
@@ -80,11 +80,11 @@ struct alignas(16) Work {
 
 // A key tile as it travels to the consumers, with its buffer of k.
 struct KeyTile {
-    u32 code;  // number (of tiles there are fewer than 2^24, or 2^22) and, in the low bits, what the consumers must know
-    static constexpr int flags = cfg::split_bias ? 9 : 8;
-    static constexpr i32 hides_bit = 256;
-    static constexpr i32 hidden_bit = 1, partial_bit = 8;  // << warpgroup
-    static constexpr i32 dead_bit = 64, last_bit = 128, hidden_bits = 7, partial_bits = 56;
+    u32 code;  // number (of tiles there are fewer than 2^24, or 2^22, where the bias is made of parts or warpgroups are four) and, in the low bits, what the consumers must know
+    static constexpr int most = warpgroups > 3 ? warpgroups : 3, flags = 2 * most + 2 + cfg::split_bias;
+    static constexpr i32 hidden_bit = 1, partial_bit = 1 << most;  // << warpgroup
+    static constexpr i32 hidden_bits = partial_bit - 1, partial_bits = hidden_bits << most;
+    static constexpr i32 dead_bit = partial_bit << most, last_bit = 2 * dead_bit, hides_bit = 2 * last_bit;
     __device__ __forceinline__ static constexpr KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << flags | bits)}; }
     __device__ __forceinline__ static constexpr KeyTile none() { return {~0u}; }
     __device__ __forceinline__ constexpr bool exists() const { return code != ~0u; }
