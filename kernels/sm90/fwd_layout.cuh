@@ -127,8 +127,15 @@ struct BiasPlace {
     i32 query_head, batch, row;
 };
 
-struct Mail {  // to the cleaner: which buffer of v, which keys; negative stage: no more work
-    i32 stage, n, instance;
+// Which keys of a tile a bias hides that is made of parts.
+constexpr int key_words = (cfg::block_n + 31) / 32;
+struct HiddenKeys {
+    i32 some;  // KeyTile::hides_bit, if there is one
+    u32 keys[key_words];
+};
+
+struct Mail {  // to the cleaner: which buffer of v (and of HiddenKeys), which keys; negative place: no more work
+    i32 place, n, instance;
 };
 
 // What else comes with queries, keys and values: nothing, or their tangents (sm90/jvp.cu).  `full` counts its bytes.
@@ -144,7 +151,7 @@ constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
 constexpr int mail_at = codes_at + 4 * cfg::stages;
 constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
 constexpr int hiding_at = bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
-constexpr int shared_bytes = hiding_at + (cfg::split_bias ? 8 * cfg::stages : 0);
+constexpr int shared_bytes = hiding_at + (cfg::split_bias ? 2 * cfg::stages * static_cast<int>(sizeof(HiddenKeys)) : 0);
 
 // A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
 // too few.
@@ -161,8 +168,10 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
     __device__ __forceinline__ u32 key_bias(u32 stage) const { return address + key_bias_at + stage * key_bias_bytes; }
     __device__ __forceinline__ u32 halves() const { return address + halves_at; }
-    // The bits of a key tile whose bias hides keys, of two rounds of the ring: the producer asks late.
-    __device__ __forceinline__ i32& hiding(const Slot<cfg::stages>& k) const { return at<i32>(hiding_at, k.phase * cfg::stages + k.stage); }
+    // What the bias hides of a key tile, of two rounds of the ring: the producer asks late, and the cleaner.
+    __device__ __forceinline__ static u32 hidden_place(const Slot<cfg::stages>& k) { return k.phase * cfg::stages + k.stage; }
+    __device__ __forceinline__ HiddenKeys& hidden_keys(u32 place) const { return at<HiddenKeys>(hiding_at, place); }
+    __device__ __forceinline__ i32 hiding(const Slot<cfg::stages>& k) const { return hidden_keys(hidden_place(k)).some; }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
     __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }

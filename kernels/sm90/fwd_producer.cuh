@@ -119,8 +119,8 @@ struct Producer {
             raw_phase ^= 1;
             full = shared.barrier(raw_full);
             if (lane == 0) {
-                shared.mail() = {static_cast<i32>(v.stage), from.tile.n(), from.instance};
-                if constexpr (cfg::bias_keys) shared.bias_of_mail() = from.bias;
+                shared.mail() = {static_cast<i32>(cfg::split_bias ? shared.hidden_place(v) : v.stage), from.tile.n(), from.instance};
+                if constexpr (cfg::bias_keys && !cfg::split_bias) shared.bias_of_mail() = from.bias;
             }
         }
         copy_values(from, full);
@@ -216,9 +216,14 @@ struct Companion {
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         store(x);
         if constexpr (cfg::split_bias) {
-            bool hides = false;
-            unroll<own>([&](int i) { hides |= x[i] == minus_infinity(); });
-            shared.hiding(k) = uniform(hides) ? KeyTile::hides_bit : 0;
+            HiddenKeys& hidden = shared.hidden_keys(shared.hidden_place(k));
+            u32 some = 0;
+            unroll<own>([&](int i) {
+                const u32 keys = __ballot_sync(~0u, x[i] == minus_infinity() && 32 * i + lane < cfg::block_n);
+                hidden.keys[i] = keys;  // all lanes the same
+                some |= keys;
+            });
+            hidden.some = some != 0 ? KeyTile::hides_bit : 0;
         }
         ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         k.advance();
@@ -248,17 +253,21 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
     for (u32 phase = 0;; phase ^= 1) {
         ptx::mbarrier_wait(shared.barrier(raw_full), phase);
         const Mail mail = shared.mail();
-        if (mail.stage < 0) return;
+        if (mail.place < 0) return;
+        const u32 stage = cfg::split_bias ? mail.place % cfg::stages : mail.place;
+        constexpr bool asks_bias = cfg::bias_keys && !cfg::split_bias;
         i64 bias = 0;
-        if constexpr (cfg::bias_keys) bias = slice_of(p.bias, shared.bias_of_mail().batch, shared.bias_of_mail().query_head);
-        for (u32 row = lane; row < cfg::block_n; row += 32) {
-            const i32 key = mail.n * cfg::block_n + row;
-            if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key) && (!cfg::bias_keys || bias_shows(p, bias, key)))) continue;
-            clear_row<cfg::block_n, slabs_v * (1 + cfg::tv)>(shared.memory + v_at + mail.stage * v_bytes, row);
-        }
+        if constexpr (asks_bias) bias = slice_of(p.bias, shared.bias_of_mail().batch, shared.bias_of_mail().query_head);
+        unroll<key_words>([&](int word) {
+            const i32 row = 32 * word + lane, key = mail.n * cfg::block_n + row;
+            const bool there = row < cfg::block_n && key < p.n_keys;
+            u32 unseen = __ballot_sync(~0u, there && !(band_sees(p, key) && key_alive(p, mail.instance, key) && (!asks_bias || bias_shows(p, bias, key))));
+            if constexpr (cfg::split_bias) unseen |= shared.hidden_keys(mail.place).keys[word];
+            clear_rows<cfg::block_n, slabs_v * (1 + cfg::tv)>(shared.memory + v_at + stage * v_bytes, 32 * word, unseen, lane);
+        });
         ptx::async_proxy_fence();
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared.barrier(v_full + mail.stage));
+        if (lane == 0) ptx::mbarrier_arrive(shared.barrier(v_full + stage));
         ptx::mbarrier_arrive(shared.barrier(raw_empty));
     }
 }

@@ -303,7 +303,8 @@ class Cut:
         tiles += HALVES_BYTES * self._splits
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
-        mail += 24 * (bool(self.bias_form) or self.split_score is not None) + 8 * stages * self.split_bias
+        mail += 24 * (bool(self.bias_form) or self.split_score is not None)
+        mail += 8 * stages * (1 + cdiv(block_n, 32)) * self.split_bias
         return pad(tiles + barriers, 16) + mail
 
     def slow_reason(self, device: Device) -> str | None:
