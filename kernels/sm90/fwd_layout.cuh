@@ -54,7 +54,7 @@ constexpr int cols_at = bias_tiles_at + cfg::stages * bias_bytes;
 constexpr int bits_at = cols_at + cfg::stages * cols_bytes;
 constexpr int key_bias_at = bits_at + cfg::stages * bits_bytes;
 constexpr int key_bias_bytes = splits ? part_bytes * cfg::block_n : cfg::bias_keys ? static_cast<int>(sizeof(KeyBias)) : 0;
-constexpr int halves_at = key_bias_at + cfg::stages * key_bias_bytes;
+constexpr int halves_at = key_bias_at + (splits ? 2 : 1) * cfg::stages * key_bias_bytes;
 constexpr int barriers_at = halves_at + (splits ? halves_bytes : 0);
 
 enum Barrier {
@@ -167,11 +167,11 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
     __device__ __forceinline__ u32 key_bias(u32 stage) const { return address + key_bias_at + stage * key_bias_bytes; }
+    // What tensor cores add to a tile's keys, and what a bias hides of them, of two rounds of the ring: both are asked for when keys have gone.
+    __device__ __forceinline__ u32 parts(const Slot<cfg::stages>& k) const { return key_bias(k.place()); }
     __device__ __forceinline__ u32 halves() const { return address + halves_at; }
-    // What the bias hides of a key tile, of two rounds of the ring: the producer asks late, and the cleaner.
-    __device__ __forceinline__ static u32 hidden_place(const Slot<cfg::stages>& k) { return k.phase * cfg::stages + k.stage; }
     __device__ __forceinline__ HiddenKeys& hidden_keys(u32 place) const { return at<HiddenKeys>(hiding_at, place); }
-    __device__ __forceinline__ i32 hiding(const Slot<cfg::stages>& k) const { return hidden_keys(hidden_place(k)).some; }
+    __device__ __forceinline__ i32 hiding(const Slot<cfg::stages>& k) const { return hidden_keys(k.place()).some; }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
     __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }

@@ -119,7 +119,7 @@ struct Producer {
             raw_phase ^= 1;
             full = shared.barrier(raw_full);
             if (lane == 0) {
-                shared.mail() = {static_cast<i32>(cfg::split_bias ? shared.hidden_place(v) : v.stage), from.tile.n(), from.instance};
+                shared.mail() = {static_cast<i32>(cfg::split_bias ? v.place() : v.stage), from.tile.n(), from.instance};
                 if constexpr (cfg::bias_keys && !cfg::split_bias) shared.bias_of_mail() = from.bias;
             }
         }
@@ -183,14 +183,24 @@ struct Companion {
     Slot<1> list;
     static constexpr int own = (cfg::block_n + 31) / 32;  // keys of a lane
 
-    // Stores x[i] of the lane's i-th key.
+    // Stores x[i] of the lane's i-th key.  Nobody asks for what lay there any more, two rounds later: consumers have done with the first round's
+    // scores, and so with the values before them.
     __device__ __forceinline__ void store(const float (&x)[own]) const {
-        const u32 rows = shared.key_bias(k.stage) + part_bytes * lane;
+        const u32 rows = shared.parts(k) + part_bytes * lane;
         unroll<own>([&](int i) {
             const BiasParts parts(x[i]);
             if (32 * i + lane < cfg::block_n) ptx::store_shared_v4(rows + 32 * part_bytes * i, parts.pair, parts.third, 0, 0);
         });
         ptx::async_proxy_fence();
+        if constexpr (!cfg::split_bias) return;
+        HiddenKeys& hidden = shared.hidden_keys(k.place());
+        u32 some = 0;
+        unroll<own>([&](int i) {
+            const u32 keys = __ballot_sync(~0u, x[i] == minus_infinity() && 32 * i + lane < cfg::block_n);
+            hidden.keys[i] = keys;  // all lanes the same
+            some |= keys;
+        });
+        hidden.some = some != 0 ? KeyTile::hides_bit : 0;
     }
 
     __device__ __forceinline__ void load(i32 first_key, const BiasPlace& of) {
@@ -215,16 +225,6 @@ struct Companion {
         }
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         store(x);
-        if constexpr (cfg::split_bias) {
-            HiddenKeys& hidden = shared.hidden_keys(shared.hidden_place(k));
-            u32 some = 0;
-            unroll<own>([&](int i) {
-                const u32 keys = __ballot_sync(~0u, x[i] == minus_infinity() && 32 * i + lane < cfg::block_n);
-                hidden.keys[i] = keys;  // all lanes the same
-                some |= keys;
-            });
-            hidden.some = some != 0 ? KeyTile::hides_bit : 0;
-        }
         ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         k.advance();
     }

@@ -298,7 +298,7 @@ class Cut:
         masks = block_n * (16 * ("column" in problem.masks) + boolean * block_m // 8)  # intervals, and bits
         tiled = cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES
         bias = {"tiles": tiled, "keys": 4 * block_n + KEY_BIAS_BYTES}.get(self.bias_form, 0)
-        bias = KEY_BIAS_BYTES * block_n if self._splits else bias
+        bias = 2 * KEY_BIAS_BYTES * block_n if self._splits else bias
         tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + masks + bias)
         tiles += HALVES_BYTES * self._splits
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
