@@ -258,13 +258,14 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
         constexpr bool asks_bias = cfg::bias_keys && !cfg::split_bias;
         i64 bias = 0;
         if constexpr (asks_bias) bias = slice_of(p.bias, shared.bias_of_mail().batch, shared.bias_of_mail().query_head);
-        unroll<key_words>([&](int word) {
+#pragma unroll 1  // registers are few
+        for (u32 word = 0; word < key_words; ++word) {
             const i32 row = 32 * word + lane, key = mail.n * cfg::block_n + row;
             const bool there = row < cfg::block_n && key < p.n_keys;
             u32 unseen = __ballot_sync(~0u, there && !(band_sees(p, key) && key_alive(p, mail.instance, key) && (!asks_bias || bias_shows(p, bias, key))));
             if constexpr (cfg::split_bias) unseen |= shared.hidden_keys(mail.place).keys[word];
             clear_rows<cfg::block_n, slabs_v * (1 + cfg::tv)>(shared.memory + v_at + stage * v_bytes, 32 * word, unseen, lane);
-        });
+        }
         ptx::async_proxy_fence();
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(shared.barrier(v_full + stage));
