@@ -203,7 +203,7 @@ struct Producer {
         const Work& work = shared.pending();
         if (leader)
             load_tile<cfg::block_n, slabs>(maps.k, shared.k(keys().stage), full, ptx::evict_first, work.tile * cfg::block_n,
-                                           {p.k, work.head, work.batch});
+                                           {p.k, key_head(p, work.head), work.batch});
         positions.advance(key_ring);
     }
 
@@ -211,7 +211,7 @@ struct Producer {
         const Work& work = shared.pending();
         if (leader)
             load_tile<cfg::block_n, slabs_v>(maps.v, shared.v(), full, ptx::evict_first, work.tile * cfg::block_n,
-                                             {p.v, work.head, work.batch});
+                                             {p.v, key_head(p, work.head), work.batch});
     }
 
     // Tiles with keys that no row sees go through the cleaner, k and v together.

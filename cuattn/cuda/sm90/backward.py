@@ -6,12 +6,14 @@ rows.  Else the same kernel with 64 keys computes dK and dV, and sm90/bwd_rows.c
 """
 
 import functools
+import heapq
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
+from cuattn.cuda.arguments import Array, band_fields, pad, row_bytes, tile_counts
 from cuattn.cuda.constants import Constants, function_of, is_sloped, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.learned import learned
@@ -25,7 +27,7 @@ from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import Problem
+from cuattn.problem import DTYPES, Problem
 from cuattn.tracing import I, J, S, addend, derivative, is_linear
 
 _FUSED_HEAD_DIM = 128
@@ -38,6 +40,11 @@ _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the firs
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
+_MULTIPROCESSORS = 132
+# Rows that a block could walk while it begins and ends a key tile; while a part travels; while a launch begins.
+_ITEM_ROWS, _PART_ROWS, _PASS_ROWS = 128, 256, 128
+_MANY = 8  # key tiles for each multiprocessor, of which none need be dealt out
+_SUM_THREADS = 256  # of backward_add_parts
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
 
@@ -76,6 +83,28 @@ class Tile(NamedTuple):
     v_stages: int = 0  # of the row kernel
 
 
+def makespan(lengths: Sequence[float], copies: int, workers: int) -> float:
+    """Return how long workers take for so many items of each length, each taking the next when it is done with one.
+
+    >>> makespan([3, 2, 1], 2, 2), makespan([3, 2, 1], 1, 3)
+    (6, 3)
+    """
+    done: list[float] = [0] * workers
+    for length in lengths:
+        for _ in range(copies):
+            heapq.heapreplace(done, done[0] + length)
+    return max(done)
+
+
+def visible_rows(problem: Problem, block_n: int) -> list[int]:
+    """Return of how many rows the band shows something of each key tile."""
+    fields, last = band_fields(problem), problem.n_queries
+    right, left = fields.get("band_right", problem.n_keys), fields.get("band_left", last)
+    starts = range(0, problem.n_keys, block_n)
+    ends = (min(start + block_n, problem.n_keys) + left for start in starts)
+    return [max(min(end, last) - max(start - right, 0), 0) for start, end in zip(starts, ends, strict=True)]
+
+
 class Cut:
     """How a backward is cut.
 
@@ -104,12 +133,21 @@ class Cut:
         The main kernel sums what arrays of a score function need of dS.
     arrays : dict of int to Learned
         Of those arrays that are like biases, see :func:`like_biases`.
+    parts : int
+        Blocks that share a key tile, each with as many query heads of those that share k and v; 1 to a key tile else.
     keys, rows : Tile
         Of sm90/bwd.cu and sm90/bwd_rows.cu.
     """
 
-    def __init__(self, problem: Problem, bias: BiasForm = NO_BIAS, shares_q: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        bias: BiasForm = NO_BIAS,
+        shares_q: bool = False,
+        multiprocessors: int = _MULTIPROCESSORS,
+    ) -> None:
         self.problem, blocks = problem, problem.masks == ("block",)
+        self._multiprocessors = multiprocessors
         self.head_dim, self.head_dim_v = (
             _NARROW if columns <= _NARROW else width_of(columns) for columns in (problem.head_dim, problem.head_dim_v)
         )
@@ -133,7 +171,7 @@ class Cut:
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
-        self.dq_tiles = 0
+        self.dq_tiles, self.parts = 0, 1
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else pad(problem.head_dim, SLAB_COLUMNS)
@@ -141,6 +179,27 @@ class Cut:
         if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
+        if problem.group > 1 and problem.bias is None and not problem.learned:
+            self.parts = self._count_parts()
+            self.keys = self._key_tile()
+
+    def _count_parts(self) -> int:
+        """Return how many blocks a key tile is for.
+
+        Alone it may leave most multiprocessors waiting for the longest, which under causality is as long as two others.
+        Parts cost memory traffic, and each the time in which a block begins.
+        """
+        problem, heads = self.problem, self.problem.instances // self.problem.group
+        if heads * self.keys.counts["key_tiles"] >= _MANY * self._multiprocessors:
+            return 1
+        rows = sorted(visible_rows(problem, self.keys.block_n), reverse=True)
+
+        def time(parts: int) -> float:
+            beside = _ITEM_ROWS + _PART_ROWS * (parts > 1)
+            lengths = [n * problem.group // parts + beside for n in rows]
+            return makespan(lengths, heads * parts, self._multiprocessors) + _PASS_ROWS * (parts > 1)
+
+        return min((n for n in range(1, problem.group + 1) if problem.group % n == 0), key=time)
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.
@@ -151,6 +210,8 @@ class Cut:
         problem, together = self.problem, 1
         if problem.masks or problem.band is not None:
             together = sharing_cache(size)
+            if problem.group > 1:  # the longest key tiles of the last heads begin while there is other work
+                together = max(together, cdiv(2 * self._multiprocessors, cdiv(problem.n_keys, tile[1])))
         if self.bias.batches_first:
             together = math.prod(problem.batch)
         if problem.deterministic and self.fused:
@@ -190,8 +251,8 @@ class Cut:
         sums = self.bias.gradient == Dbias.DIAGONALS
         size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
-        heads = problem.instances // problem.group
-        counts = self._counts((block_m, block_n), problem.n_queries * problem.group * moved, heads)
+        heads, group = problem.instances // problem.group * self.parts, problem.group // self.parts
+        counts = self._counts((block_m, block_n), problem.n_queries * group * moved, heads)
         return Tile(block_m, block_n, size, counts)
 
     def _row_tile(self) -> Tile:
@@ -226,7 +287,18 @@ class Cut:
                 found["turns"] = Array((dq_instances, row_tiles), int32)
             rows = row_tiles * self.keys.block_m
             found["dq_acc"] = Array((dq_instances, rows, self.columns), self.problem.stat_dtype)
+        if self.parts > 1:
+            problem = self.problem
+            parts = problem.instances // problem.group * self.parts, problem.n_keys
+            found["dk_acc"] = Array((*parts, problem.head_dim), problem.stat_dtype)
+            found["dv_acc"] = Array((*parts, problem.head_dim_v), problem.stat_dtype)
         return found
+
+    @property
+    def part_fields(self) -> dict[str, int]:
+        """Fields of ``Params`` of the kernel of keys alone, to which a part is a head of k and v."""
+        problem, parts = self.problem, self.parts
+        return {"kv_heads": problem.kv_heads * parts, "group": problem.group // parts, "splits": parts}
 
     @property
     def constants(self) -> Constants:
@@ -247,6 +319,7 @@ class Cut:
             "v_stages": self.rows.v_stages,
             "atomic_dq": self.adds_dq,
             "dq_tiles": self.dq_tiles,
+            "in_parts": self.parts > 1,
             "deterministic": self.problem.deterministic,
         }
 
@@ -269,7 +342,7 @@ class Backward(MappedCall):
     def cut(self) -> Cut:
         """How the call is cut."""
         form = bias_form(self.problem, self.operands.get("bias"))
-        return Cut(self.problem, form, "q" in broadcast_heads(self))
+        return Cut(self.problem, form, "q" in broadcast_heads(self), self.device.multiprocessors)
 
     def unsupported_reason(self) -> str | None:
         problem = self.problem
@@ -308,11 +381,19 @@ class Backward(MappedCall):
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
         if by_score and by_score.main_constants:
             path, constants = "sm90/bwd_weights.cu", constants | by_score.main_constants
-        launched = path, "attention_backward", constants, work, key_warps, counts, keys[:2]
+        own, fields = constants, counts
+        if cut.parts > 1:
+            own, fields = {**constants, "grad": DTYPES[problem.stat_dtype].cuda}, {**counts, **cut.part_fields}
+        launched = path, "attention_backward", own, work * cut.parts, key_warps, fields, keys[:2]
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
+        if cut.parts > 1:
+            units = math.prod(problem.batch) * problem.kv_heads * problem.n_keys * row_bytes(problem) // 16
+            grid = (min(cdiv(units, _SUM_THREADS), 16 * self.device.multiprocessors),)
+            summed = "sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _SUM_THREADS // 32
+            self.add(*summed, {"splits": cut.parts})
         whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
             dbias.finish(whole)
@@ -329,5 +410,6 @@ class Backward(MappedCall):
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
             self.add_mapped(*launched, rows.shared_bytes, ("dq",))
-        notes = [cut.note, *(by_score.notes if by_score else [])]
-        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, constants, *notes)
+        shared = f"{cut.parts} blocks share a key tile, and dk and dv are sums of their parts, in a fixed order"
+        notes = [cut.note, *[shared] * (cut.parts > 1), *(by_score.notes if by_score else [])]
+        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, own, *notes)

@@ -6,7 +6,7 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.families import launch_sequence
-from cuattn.cuda.sm90.backward import Cut, unsupported_reason
+from cuattn.cuda.sm90.backward import Cut, makespan, unsupported_reason, visible_rows
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
 from cuattn.cuda.sm90.pairs import TILE, ring
 from cuattn.problem import Band
@@ -84,6 +84,44 @@ def test_causal_heads_share_the_cache():
     assert Cut(problem(band=CAUSAL, n_queries=1024)).keys.counts["section"] == 32
 
 
+def grouped(batch, heads, kv_heads, length, head_dim, **changes):
+    return problem(head_dim, batch=(batch,), heads=heads, kv_heads=kv_heads, n_queries=length, n_keys=length, **changes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "parts"),
+    [
+        ((1, 48, 1, 8192, 128), {"band": CAUSAL}, 4),
+        ((1, 48, 1, 8192, 128), {}, 2),
+        ((2, 32, 1, 4096, 128), {"band": CAUSAL, "deterministic": True}, 4),
+        (
+            (2, 14, 2, 8192, 64),
+            {"band": CAUSAL},
+            1,
+        ),  # 256 key tiles, of which the longest take no longer than a 132nd of all
+        ((1, 64, 8, 8192, 128), {"band": CAUSAL}, 1),
+        ((1, 48, 1, 8192, 128), {"band": CAUSAL, "bias": BF16}, 1),
+        ((1, 8, 8, 1024, 128), {"band": CAUSAL}, 1),
+        ((1, 2, 1, 128, 64), {}, 1),  # not worth a launch
+    ],
+)
+def test_how_many_blocks_share_a_key_tile(sizes, changes, parts):
+    assert Cut(grouped(*sizes, **changes)).parts == parts
+
+
+def test_key_tiles_are_as_long_as_the_band_makes_them():
+    assert visible_rows(problem(n_queries=100, n_keys=300), 128) == [100, 100, 100]
+    assert visible_rows(problem(n_queries=300, n_keys=300, band=CAUSAL), 128) == [300, 172, 44]
+    assert visible_rows(problem(n_queries=300, n_keys=300, band=WINDOW), 128) == [138, 143, 49]
+    assert makespan([4, 3], 2, 3) == 6 and makespan([4, 2], 2, 4) == 4
+
+
+def test_long_key_tiles_of_the_last_heads_begin_early():
+    assert Cut(grouped(1, 64, 8, 8192, 128, band=CAUSAL)).keys.counts["section"] == 5
+    assert Cut(grouped(4, 32, 8, 4096, 128, band=CAUSAL)).keys.counts["section"] == 9
+    assert Cut(grouped(1, 32, 8, 32768, 128, band=CAUSAL)).keys.counts["section"] == 2
+
+
 def test_many_heads_take_turns():
     assert Cut(problem(deterministic=True)).keys.counts["section"] == 16
     assert Cut(problem(deterministic=True, band=CAUSAL)).keys.counts["section"] == 32
@@ -157,6 +195,10 @@ VARIANTS = [
     problem(128, masks=("column", "boolean"), deterministic=True, band=WINDOW),
     problem(128, masks=("column", "boolean"), dropout=6554, band=CAUSAL),
     problem(192, masks=("column", "boolean"), dropout=6554, softcap=3.0, band=WINDOW),
+    # Parts of a group's heads.
+    *(problem(d, kv_heads=1, batch=(1,), n_queries=1024, n_keys=1024, band=CAUSAL) for d in (64, 96, 128, 256)),
+    problem(64, kv_heads=1, batch=(1,), n_queries=1024, n_keys=1024, dropout=6554, masks=("boolean",)),
+    problem(128, kv_heads=1, batch=(1,), n_queries=1024, n_keys=1024, masks=("column",), deterministic=True),
 ]
 
 
@@ -186,7 +228,10 @@ def kernels(p, form=NO_BIAS):
     """Yield path, constants and shared memory of the kernels that are Hopper's own."""
     cut = Cut(p, form)
     constants = cut.constants
-    yield "sm90/bwd_bias.cu" if form.tiles else "sm90/bwd.cu", constants, cut.keys.shared_bytes, "bwd_layout"
+    own = constants if cut.parts == 1 else {**constants, "grad": "float"}
+    yield "sm90/bwd_bias.cu" if form.tiles else "sm90/bwd.cu", own, cut.keys.shared_bytes, "bwd_layout"
+    if cut.parts > 1:
+        yield "sm90/bwd_add_parts.cu", constants, 0, ""
     if cut.fused:
         yield "sm90/bwd_convert.cu", constants, 0, ""
     else:
