@@ -1,4 +1,4 @@
-// dK and dV of kernels/sm90/bwd.cu whose query heads were dealt out to several blocks (cfg::in_parts): their parts, added in order and rounded once.
+// dK and dV of kernels/sm90/bwd.cu for whose key tiles there were several blocks (cfg::in_parts): their parts, added in order and rounded once.
 //
 // dk_acc, dv_acc: [batch][kv_heads][splits][n_keys][columns].  Grid: any; a thread takes 8 elements at a time.
 #include "attn/math.cuh"

@@ -292,7 +292,7 @@ struct Consumer : Worker {
                                           i32 columns, u32 staged, u32 stride) const {
         const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
         if constexpr (unrounded)
-            return write_gradient(x, factor, to, work.batch * p.kv_heads + work.head, p.n_keys, columns, first_key + fragment_row());
+            return write_gradient(x, factor, to, key_slice(p, work), p.n_keys, columns, first_key + fragment_row());
         stage_gradient(x, factor, staged, stride);
         ptx::barrier_sync(store_barrier + warpgroup, 128);  // it is staged
         if (threadIdx.x % 128 == 0) store_gradient<slab_count>(map, staged, stride, first_key, work.head, work.batch);

@@ -56,12 +56,6 @@ constexpr int draws_bytes = drawers ? cfg::block_m * cfg::block_n / 8 : 0;  // a
 constexpr int bias_bytes = cfg::bias_tiles ? ds_bytes : 0;
 static_assert(!cfg::bias_tiles || (!by_function && sizeof(cfg::bias_elem) == 2));
 
-// Where key tiles alone would leave multiprocessors without work, the query heads that share k and v are dealt out to several blocks (cfg::in_parts):
-// kv_heads counts parts, splits to a head of k and v, and group the query heads of one.  dK and dV go to the workspace, unrounded
-// (sm90/bwd_add_parts.cu).
-__device__ __forceinline__ i32 key_head(const Params& p, i32 part) { return cfg::in_parts ? part / p.splits : part; }
-__device__ __forceinline__ void* key_gradient(const Operand& gradient, void* parts) { return cfg::in_parts ? parts : gradient.data; }
-
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int k_at = 0;
 constexpr int k_stages = by_function ? 1 : 2;  // the next key tile arrives while this one is worked on
@@ -106,8 +100,9 @@ enum Barrier {
 // A key tile as the producer announces it.
 struct alignas(16) Work {
     i32 tile;         // number of the key tile; negative: there is no further work
-    i32 head, batch;  // of k and v, or of a part (cfg::in_parts)
-    i32 flags;
+    i32 head, batch;  // of k and v, or of a part (below)
+    i32 flags;        // and behind them the number of a slice
+    static constexpr int slice_at = 8;
     static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4, sunk_bit = 8, hides_bit = 16;
     __device__ __forceinline__ bool seen() const { return flags & seen_bit; }  // by some row
     __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // masks hide some key of it from every row of the first head
@@ -115,6 +110,19 @@ struct alignas(16) Work {
     __device__ __forceinline__ bool sunk() const { return flags & sunk_bit; }  // the same: the head's bias sinks or hides all of its keys
     __device__ __forceinline__ bool hides() const { return flags & hides_bit; }  // the same: it hides some of them
 };
+
+// Where key tiles alone would leave multiprocessors without work, several blocks share each (cfg::in_parts): p.splits parts, of which each has
+// p.group of the query heads that share k and v, or one of p.split_tiles slices of one's rows.  p.kv_heads counts parts, Work::head those that
+// differ in heads.  dK and dV go to the workspace, unrounded (sm90/bwd_add_parts.cu).
+__device__ __forceinline__ i32 key_head(const Params& p, const Work& work) {
+    return cfg::in_parts ? work.head * p.split_tiles / p.splits : work.head;
+}
+// Of dK and dV.
+__device__ __forceinline__ i32 key_slice(const Params& p, const Work& work) {
+    const i32 head = cfg::in_parts ? work.head * p.split_tiles + (work.flags >> Work::slice_at) : work.head;
+    return work.batch * p.kv_heads + head;
+}
+__device__ __forceinline__ void* key_gradient(const Operand& gradient, void* parts) { return cfg::in_parts ? parts : gradient.data; }
 
 // A row tile as the producer finds it, packed into one register.
 struct StepCode {

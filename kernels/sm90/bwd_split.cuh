@@ -13,7 +13,7 @@ __device__ __forceinline__ void write_keys(const Worker& worker, const Work& wor
                                                int empty, u32 warpgroup) {
     const i32 first_key = work.tile * cfg::block_n;
     if constexpr (unrounded)
-        write_gradient(x, factor, gradient, work.batch * worker.p.kv_heads + work.head, worker.p.n_keys, columns, first_key + fragment_row());
+        write_gradient(x, factor, gradient, key_slice(worker.p, work), worker.p.n_keys, columns, first_key + fragment_row());
     else
         stage_gradient(x, factor, tile, 64 * row_bytes);
     ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradient is staged, and nobody needs to know the key tile any more

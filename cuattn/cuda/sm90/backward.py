@@ -43,8 +43,9 @@ _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product
 _MULTIPROCESSORS = 132
 # Rows that a block could walk while it begins and ends a key tile; while a part travels; while a launch begins.
 _ITEM_ROWS, _PART_ROWS, _PASS_ROWS = 128, 256, 128
-_MANY = 8  # key tiles for each multiprocessor, of which none need be dealt out
-_SUM_THREADS = 256  # of backward_add_parts
+_MANY = 8  # key tiles for each multiprocessor, of which none need be shared
+_SLICES, _WORTH = 8, 0.95  # of a head's rows, at most; share of the time that parts may take to be worth it
+_SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
 
@@ -134,7 +135,10 @@ class Cut:
     arrays : dict of int to Learned
         Of those arrays that are like biases, see :func:`like_biases`.
     parts : int
-        Blocks that share a key tile, each with as many query heads of those that share k and v; 1 to a key tile else.
+        Blocks that share a key tile, each with as many query heads of those that share k and v, or a slice of one's
+        rows.
+    slices : int
+        Of a head's rows.
     keys, rows : Tile
         Of sm90/bwd.cu and sm90/bwd_rows.cu.
     """
@@ -171,7 +175,7 @@ class Cut:
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
-        self.dq_tiles, self.parts = 0, 1
+        self.dq_tiles, self.parts, self.slices = 0, 1, 1
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else pad(problem.head_dim, SLAB_COLUMNS)
@@ -179,27 +183,36 @@ class Cut:
         if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
-        if problem.group > 1 and problem.bias is None and not problem.learned:
+        elif problem.bias is None and not problem.learned and not (problem.masks and (sloped or problem.dropout)):
             self.parts = self._count_parts()
+            self.slices = max(self.parts // problem.group, 1)
             self.keys = self._key_tile()
 
     def _count_parts(self) -> int:
         """Return how many blocks a key tile is for.
 
-        Alone it may leave most multiprocessors waiting for the longest, which under causality is as long as two others.
-        Parts cost memory traffic, and each the time in which a block begins.
+        With one, most multiprocessors may wait for the longest, which under causality is as long as two others.  Parts
+        cost memory traffic, and each the time in which a block begins.
         """
-        problem, heads = self.problem, self.problem.instances // self.problem.group
-        if heads * self.keys.counts["key_tiles"] >= _MANY * self._multiprocessors:
+        problem, group = self.problem, self.problem.group
+        heads, most = problem.instances // group, _MANY * self._multiprocessors
+        tiles = heads * self.keys.counts["key_tiles"]
+        if tiles >= most:
             return 1
         rows = sorted(visible_rows(problem, self.keys.block_n), reverse=True)
 
         def time(parts: int) -> float:
             beside = _ITEM_ROWS + _PART_ROWS * (parts > 1)
-            lengths = [n * problem.group // parts + beside for n in rows]
+            lengths = [cdiv(n * group, parts) + beside for n in rows]
             return makespan(lengths, heads * parts, self._multiprocessors) + _PASS_ROWS * (parts > 1)
 
-        return min((n for n in range(1, problem.group + 1) if problem.group % n == 0), key=time)
+        found = [n for n in range(1, group + 1) if group % n == 0]
+        if not problem.deterministic:  # turns are told for whole heads
+            slices = range(2, min(_SLICES, self.keys.counts["row_tiles"]) + 1)
+            found += [group * n for n in slices]
+        times = {n: time(n) for n in found if n == 1 or tiles * n <= 2 * most}
+        best = min(times, key=times.__getitem__)
+        return best if times[best] < _WORTH * times[1] else 1
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.
@@ -251,8 +264,8 @@ class Cut:
         sums = self.bias.gradient == Dbias.DIAGONALS
         size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
-        heads, group = problem.instances // problem.group * self.parts, problem.group // self.parts
-        counts = self._counts((block_m, block_n), problem.n_queries * group * moved, heads)
+        heads, rows = problem.instances // problem.group * self.parts, problem.n_queries * problem.group // self.parts
+        counts = self._counts((block_m, block_n), max(rows, 1) * moved, heads)
         return Tile(block_m, block_n, size, counts)
 
     def _row_tile(self) -> Tile:
@@ -297,8 +310,16 @@ class Cut:
     @property
     def part_fields(self) -> dict[str, int]:
         """Fields of ``Params`` of the kernel of keys alone, to which a part is a head of k and v."""
-        problem, parts = self.problem, self.parts
-        return {"kv_heads": problem.kv_heads * parts, "group": problem.group // parts, "splits": parts}
+        problem, parts, slices = self.problem, self.parts, self.slices
+        if parts == 1:
+            return {}
+        group = problem.group * slices // parts
+        return {"kv_heads": problem.kv_heads * parts, "group": group, "splits": parts, "split_tiles": slices}
+
+    @property
+    def part_constants(self) -> Constants:
+        """What that kernel is told besides: parts leave unrounded."""
+        return {"grad": DTYPES[self.problem.stat_dtype].cuda} if self.parts > 1 else {}
 
     @property
     def constants(self) -> Constants:
@@ -322,6 +343,12 @@ class Cut:
             "in_parts": self.parts > 1,
             "deterministic": self.problem.deterministic,
         }
+
+    @property
+    def notes(self) -> list[str]:
+        """How dq is made, and who makes dk and dv if that is not one block for each key tile."""
+        shared = f"{self.parts} blocks share a key tile; their parts of dk and dv are added up in a fixed order"
+        return [self.note, *[shared] * (self.parts > 1)]
 
     @property
     def note(self) -> str:
@@ -381,19 +408,13 @@ class Backward(MappedCall):
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
         if by_score and by_score.main_constants:
             path, constants = "sm90/bwd_weights.cu", constants | by_score.main_constants
-        own, fields = constants, counts
-        if cut.parts > 1:
-            own, fields = {**constants, "grad": DTYPES[problem.stat_dtype].cuda}, {**counts, **cut.part_fields}
-        launched = path, "attention_backward", own, work * cut.parts, key_warps, fields, keys[:2]
+        of_keys, fields = constants | cut.part_constants, {**counts, **cut.part_fields}
+        launched = path, "attention_backward", of_keys, work * cut.parts, key_warps, fields, keys[:2]
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
-        if cut.parts > 1:
-            units = math.prod(problem.batch) * problem.kv_heads * problem.n_keys * row_bytes(problem) // 16
-            grid = (min(cdiv(units, _SUM_THREADS), 16 * self.device.multiprocessors),)
-            summed = "sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _SUM_THREADS // 32
-            self.add(*summed, {"splits": cut.parts})
+        self._add_parts(constants)
         whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
             dbias.finish(whole)
@@ -410,6 +431,15 @@ class Backward(MappedCall):
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
             self.add_mapped(*launched, rows.shared_bytes, ("dq",))
-        shared = f"{cut.parts} blocks share a key tile, and dk and dv are sums of their parts, in a fixed order"
-        notes = [cut.note, *[shared] * (cut.parts > 1), *(by_score.notes if by_score else [])]
-        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, own, *notes)
+        notes = [*cut.notes, *(by_score.notes if by_score else [])]
+        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
+
+    def _add_parts(self, constants: Constants) -> None:
+        """Append the launch that adds parts of dk and dv up, where several blocks shared their key tiles."""
+        problem, parts = self.problem, self.cut.parts
+        if parts == 1:
+            return
+        units = problem.instances // problem.group * problem.n_keys * row_bytes(problem) // _UNIT_BYTES
+        grid = (min(cdiv(units, _SUM_THREADS), _SUM_BLOCKS * self.device.multiprocessors),)
+        launched = "sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _SUM_THREADS // 32
+        self.add(*launched, {"splits": parts})

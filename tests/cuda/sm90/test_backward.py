@@ -61,6 +61,14 @@ def test_query_heads_of_one_key_head_are_dealt_out(driver, head_dim, determinist
     assert all(size > 0 for size in driver.sizes)
 
 
+def test_slices_of_few_heads_rows(driver):
+    p = problem(64, batch=(), heads=1, kv_heads=1)
+    _, keys, add, _ = launched(driver, p, operands(p))
+    made = keys.argument
+    assert (made["kv_heads"], made["group"], made["splits"], made["split_tiles"]) == (4, 1, 4, 4)
+    assert (add.argument["kv_heads"], add.argument["splits"]) == (1, 4) and keys.grid == (128,)
+
+
 def test_parts_have_room(driver):
     p = problem(batch=(2,), heads=12, kv_heads=2, n_queries=500, n_keys=333, head_dim_v=64)
     call = Backward(p, operands(p), ())

@@ -94,15 +94,15 @@ def grouped(batch, heads, kv_heads, length, head_dim, **changes):
         ((1, 48, 1, 8192, 128), {"band": CAUSAL}, 4),
         ((1, 48, 1, 8192, 128), {}, 2),
         ((2, 32, 1, 4096, 128), {"band": CAUSAL, "deterministic": True}, 4),
-        (
-            (2, 14, 2, 8192, 64),
-            {"band": CAUSAL},
-            1,
-        ),  # 256 key tiles, of which the longest take no longer than a 132nd of all
+        ((2, 14, 2, 8192, 64), {"band": CAUSAL}, 1),  # the longest takes no longer than a 132nd of all
         ((1, 64, 8, 8192, 128), {"band": CAUSAL}, 1),
         ((1, 48, 1, 8192, 128), {"band": CAUSAL, "bias": BF16}, 1),
-        ((1, 8, 8, 1024, 128), {"band": CAUSAL}, 1),
+        ((1, 8, 8, 1024, 128), {"band": CAUSAL}, 2),
         ((1, 2, 1, 128, 64), {}, 1),  # not worth a launch
+        ((1, 1, 1, 4096, 64), {}, 4),
+        ((1, 1, 1, 4096, 64), {"masks": ("column",), "dropout": 6554}, 1),  # no registers
+        ((1, 1, 1, 4096, 64), {"deterministic": True}, 1),
+        ((1, 8, 8, 3001, 128), {"band": CAUSAL}, 1),  # parts would travel longer than the longest tile
     ],
 )
 def test_how_many_blocks_share_a_key_tile(sizes, changes, parts):
@@ -197,7 +197,10 @@ VARIANTS = [
     problem(192, masks=("column", "boolean"), dropout=6554, softcap=3.0, band=WINDOW),
     # Parts of a group's heads.
     *(problem(d, kv_heads=1, batch=(1,), n_queries=1024, n_keys=1024, band=CAUSAL) for d in (64, 96, 128, 256)),
-    problem(64, kv_heads=1, batch=(1,), n_queries=1024, n_keys=1024, dropout=6554, masks=("boolean",)),
+    problem(64, heads=1, kv_heads=1, batch=(1,), dropout=6554),
+    problem(128, heads=1, kv_heads=1, batch=(1,), softcap=3.0),
+    problem(128, heads=1, kv_heads=1, batch=(1,), masks=("column",)),
+    problem(128, heads=1, kv_heads=1, batch=(1,), masks=("block",)),
     problem(128, kv_heads=1, batch=(1,), n_queries=1024, n_keys=1024, masks=("column",), deterministic=True),
 ]
 
