@@ -212,7 +212,7 @@ struct Consumer : Worker {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
         if constexpr (dq_held) return hold(dq);
-        store_registers(await_taken(stage), dq);
+        store_registers(await_taken(stage), dq, own_dq_columns(warpgroup) / 2);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
         release(shared.barrier(handed + stage));
     }

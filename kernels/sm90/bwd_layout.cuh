@@ -28,6 +28,10 @@ constexpr bool sums_diagonals = cfg::dbias == kDbiasDiagonals;  // the reducers 
 constexpr bool dq_by_rows = cfg::block_m == 128;
 constexpr int dq_columns = !dq_by_rows ? 64 * slabs / warpgroups : cfg::head_dim <= 32 ? 32 : 64 * slabs;
 constexpr int dq_part_bytes = 64 * dq_columns * 4;  // one warpgroup's part, float32
+// Of the last warpgroup's columns those behind the head dimension are not added up.
+constexpr int dq_last_columns = !dq_by_rows && !by_function && slabs == 2 ? cfg::head_dim - dq_columns : dq_columns;
+constexpr int dq_bytes = (warpgroups - 1) * dq_part_bytes + 64 * dq_last_columns * 4;
+__device__ __forceinline__ int own_dq_columns(u32 warpgroup) { return warpgroup == warpgroups - 1 ? dq_last_columns : dq_columns; }
 static_assert(dq_by_rows || cfg::block_m == 64);
 static_assert(!dq_by_rows || !by_function);
 

@@ -178,7 +178,7 @@ class Cut:
         self.dq_tiles, self.parts, self.slices = 0, 1, 1
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
-        self.columns = _NARROW if narrow else pad(problem.head_dim, SLAB_COLUMNS)
+        self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
         alone = problem.group == 1 and not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
         if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
             self.dq_tiles = self.keys.counts["row_tiles"]

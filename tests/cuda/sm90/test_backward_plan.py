@@ -55,7 +55,7 @@ def test_one_kernel_or_two():
 
 def test_scratch_holds_whole_tiles():
     made = Cut(problem(72, n_queries=130)).scratch(3)
-    assert made["dq_acc"].shape == (3, 192, 128) and "turns" not in made
+    assert made["dq_acc"].shape == (3, 192, 80) and "turns" not in made
     assert made["stat"].shape == (1, 2 * 16, 256)
     assert Cut(problem(deterministic=True)).scratch(3)["turns"].shape == (3, 64)
     assert "dq_acc" not in Cut(problem(256)).scratch(32)
