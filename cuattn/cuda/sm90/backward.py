@@ -3,17 +3,18 @@
 There are two ways.  Where dK and dV of 128 keys fit into registers, one kernel (sm90/bwd.cu) computes everything and
 adds dq up in memory, key tiles taking turns where the order must be fixed; sm90/bwd_convert.cu turns the sums into
 rows.  Else the same kernel with 64 keys computes dK and dV, and sm90/bwd_rows.cu computes dq.
+
+A block has all query heads that share its key tile.  Where that leaves multiprocessors without work, several blocks
+share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add_parts.cu adds their dK and dV up.
 """
 
 import functools
-import heapq
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, band_fields, pad, row_bytes, tile_counts
+from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
 from cuattn.cuda.constants import Constants, function_of, is_sloped, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.learned import learned
@@ -24,6 +25,7 @@ from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
+from cuattn.cuda.sm90.parts import count_parts
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -41,10 +43,6 @@ _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: me
 _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
 _MULTIPROCESSORS = 132
-# Rows that a block could walk while it begins and ends a key tile; while a part travels; while a launch begins.
-_ITEM_ROWS, _PART_ROWS, _PASS_ROWS = 128, 256, 128
-_MANY = 8  # key tiles for each multiprocessor, of which none need be shared
-_SLICES, _WORTH = 8, 0.95  # of a head's rows, at most; share of the time that parts may take to be worth it
 _SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
@@ -82,28 +80,6 @@ class Tile(NamedTuple):
     shared_bytes: int
     counts: dict[str, int]
     v_stages: int = 0  # of the row kernel
-
-
-def makespan(lengths: Sequence[float], copies: int, workers: int) -> float:
-    """Return how long workers take for so many items of each length, each taking the next when it is done with one.
-
-    >>> makespan([3, 2, 1], 2, 2), makespan([3, 2, 1], 1, 3)
-    (6, 3)
-    """
-    done: list[float] = [0] * workers
-    for length in lengths:
-        for _ in range(copies):
-            heapq.heapreplace(done, done[0] + length)
-    return max(done)
-
-
-def visible_rows(problem: Problem, block_n: int) -> list[int]:
-    """Return of how many rows the band shows something of each key tile."""
-    fields, last = band_fields(problem), problem.n_queries
-    right, left = fields.get("band_right", problem.n_keys), fields.get("band_left", last)
-    starts = range(0, problem.n_keys, block_n)
-    ends = (min(start + block_n, problem.n_keys) + left for start in starts)
-    return [max(min(end, last) - max(start - right, 0), 0) for start, end in zip(starts, ends, strict=True)]
 
 
 class Cut:
@@ -184,35 +160,9 @@ class Cut:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
         elif problem.bias is None and not problem.learned and not (problem.masks and (sloped or problem.dropout)):
-            self.parts = self._count_parts()
+            self.parts = count_parts(problem, self.keys.counts, self.keys.block_n, multiprocessors)
             self.slices = max(self.parts // problem.group, 1)
             self.keys = self._key_tile()
-
-    def _count_parts(self) -> int:
-        """Return how many blocks a key tile is for.
-
-        With one, most multiprocessors may wait for the longest, which under causality is as long as two others.  Parts
-        cost memory traffic, and each the time in which a block begins.
-        """
-        problem, group = self.problem, self.problem.group
-        heads, most = problem.instances // group, _MANY * self._multiprocessors
-        tiles = heads * self.keys.counts["key_tiles"]
-        if tiles >= most:
-            return 1
-        rows = sorted(visible_rows(problem, self.keys.block_n), reverse=True)
-
-        def time(parts: int) -> float:
-            beside = _ITEM_ROWS + _PART_ROWS * (parts > 1)
-            lengths = [cdiv(n * group, parts) + beside for n in rows]
-            return makespan(lengths, heads * parts, self._multiprocessors) + _PASS_ROWS * (parts > 1)
-
-        found = [n for n in range(1, group + 1) if group % n == 0]
-        if not problem.deterministic:  # turns are told for whole heads
-            slices = range(2, min(_SLICES, self.keys.counts["row_tiles"]) + 1)
-            found += [group * n for n in slices]
-        times = {n: time(n) for n in found if n == 1 or tiles * n <= 2 * most}
-        best = min(times, key=times.__getitem__)
-        return best if times[best] < _WORTH * times[1] else 1
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.

@@ -6,9 +6,10 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.families import launch_sequence
-from cuattn.cuda.sm90.backward import Cut, makespan, unsupported_reason, visible_rows
+from cuattn.cuda.sm90.backward import Cut, unsupported_reason
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
 from cuattn.cuda.sm90.pairs import TILE, ring
+from cuattn.cuda.sm90.parts import makespan, visible_rows
 from cuattn.problem import Band
 from tests.cuda import scores
 from tests.cuda.cases import BF16, F16, Case, columns_of
