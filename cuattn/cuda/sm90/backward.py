@@ -164,17 +164,15 @@ class Cut:
             self.slices = max(self.parts // problem.group, 1)
             self.keys = self._key_tile()
 
-    def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
+    def _counts(self, tile: tuple[int, int], size: int, heads: int, least: int = 1) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.
 
-        Where the order of the tiles matters, what they read, `size` bytes a head, shares the L2 cache; where key tiles
-        take turns, the more heads, the fewer of one head wait for each other.
+        Where the order of the tiles matters, what they read, `size` bytes a head, shares the L2 cache, but `least` heads
+        are; where key tiles take turns, the more heads, the fewer of one head wait for each other.
         """
         problem, together = self.problem, 1
         if problem.masks or problem.band is not None:
-            together = sharing_cache(size)
-            if problem.group > 1:  # the longest key tiles of the last heads begin while there is other work
-                together = max(together, cdiv(2 * self._multiprocessors, cdiv(problem.n_keys, tile[1])))
+            together = max(sharing_cache(size), least)
         if self.bias.batches_first:
             together = math.prod(problem.batch)
         if problem.deterministic and self.fused:
@@ -215,7 +213,9 @@ class Cut:
         size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads, rows = problem.instances // problem.group * self.parts, problem.n_queries * problem.group // self.parts
-        counts = self._counts((block_m, block_n), max(rows, 1) * moved, heads)
+        # The longest key tiles of the last heads begin while there is other work.
+        least = cdiv(2 * self._multiprocessors, cdiv(problem.n_keys, block_n)) if problem.group > 1 else 1
+        counts = self._counts((block_m, block_n), max(rows, 1) * moved, heads, least)
         return Tile(block_m, block_n, size, counts)
 
     def _row_tile(self) -> Tile:
