@@ -167,8 +167,8 @@ class Cut:
     def _counts(self, tile: tuple[int, int], size: int, heads: int, least: int = 1) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.
 
-        Where the order of the tiles matters, what they read, `size` bytes a head, shares the L2 cache, but `least` heads
-        are; where key tiles take turns, the more heads, the fewer of one head wait for each other.
+        Where the order of the tiles matters, what they read, `size` bytes a head, shares the L2 cache, but of at least
+        `least` heads; where key tiles take turns, the more heads, the fewer of one head wait for each other.
         """
         problem, together = self.problem, 1
         if problem.masks or problem.band is not None:
