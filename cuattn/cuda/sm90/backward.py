@@ -25,7 +25,7 @@ from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
-from cuattn.cuda.sm90.parts import count_parts
+from cuattn.cuda.sm90.parts import count_parts, side_by_side
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -35,7 +35,7 @@ from cuattn.tracing import I, J, S, addend, derivative, is_linear
 _FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
 _STAGES = 2  # tiles in flight
-_SHORT = 128
+_SHORT, _SHORT_HEADS, _SHORTEST = 128, 1056, 33  # rows and keys of few heads, at least; of so many heads
 _MAX_SOFTCAP = 1024  # beyond it rows may be far: their slopes are lost with their scores (attn/bwd_workspace.cuh)
 _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
 _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
@@ -160,7 +160,7 @@ class Cut:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
         elif problem.bias is None and not problem.learned and not (problem.masks and (sloped or problem.dropout)):
-            self.parts = count_parts(problem, self.keys.counts, self.keys.block_n, multiprocessors)
+            self.parts = count_parts(problem, self.keys.counts, self.keys.block_n, self._moved, multiprocessors)
             self.slices = max(self.parts // problem.group, 1)
             self.keys = self._key_tile()
 
@@ -168,11 +168,14 @@ class Cut:
         """Return the numbers of tiles, and how many heads are worked on side by side.
 
         Where the order of the tiles matters, what they read, `size` bytes a head, shares the L2 cache, but of at least
-        `least` heads; where key tiles take turns, the more heads, the fewer of one head wait for each other.
+        `least` heads, and of as many to the end; where key tiles take turns, the more heads, the fewer of one head wait
+        for each other.
         """
         problem, together = self.problem, 1
         if problem.masks or problem.band is not None:
             together = max(sharing_cache(size), least)
+            if least > 1:
+                together = cdiv(heads, max(heads // together, 1))
         if self.bias.batches_first:
             together = math.prod(problem.batch)
         if problem.deterministic and self.fused:
@@ -180,6 +183,11 @@ class Cut:
         if self.dq_tiles:
             together = 1
         return {**tile_counts(problem, tile), "section": min(together, heads)}
+
+    @property
+    def _moved(self) -> int:
+        """Bytes of a row of q, of do, and of dq where it is added up."""
+        return row_bytes(self.problem) + 4 * self.fused * self.problem.head_dim
 
     def _key_tile(self) -> Tile:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
@@ -198,11 +206,11 @@ class Cut:
             width = _NARROW if block_m == _TALL and self.head_dim <= _NARROW else SLAB_COLUMNS * slabs
             # dq on its way, or held; and dk and dv on their way.
             sums = block_m * (4 * width * (1 + self.dq_tiles) + 2 * _WARPGROUPS * ROW_BYTES)
-            barriers, moved = 6, row_bytes(problem) + 4 * problem.head_dim  # and of a row
+            barriers = 6
         else:
             keys = 2 * max(slabs, slabs_v) * block_n * ROW_BYTES
             sums = 2 * 4 * 64 * block_m  # P
-            barriers, moved = 4, row_bytes(problem)
+            barriers = 4
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
         if self.split_bias or self.split_score is not None:
             tiles += HALVES_BYTES * (not self.split_delta) + KEY_BIAS_BYTES * block_n * (max(slabs, slabs_v) == 1)
@@ -213,9 +221,8 @@ class Cut:
         size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads, rows = problem.instances // problem.group * self.parts, problem.n_queries * problem.group // self.parts
-        # The longest key tiles of the last heads begin while there is other work.
-        least = cdiv(2 * self._multiprocessors, cdiv(problem.n_keys, block_n)) if problem.group > 1 else 1
-        counts = self._counts((block_m, block_n), max(rows, 1) * moved, heads, least)
+        least = side_by_side(problem, block_n, self._multiprocessors)
+        counts = self._counts((block_m, block_n), max(rows, 1) * self._moved, heads, least)
         return Tile(block_m, block_n, size, counts)
 
     def _row_tile(self) -> Tile:
@@ -324,9 +331,18 @@ class Backward(MappedCall):
     def unsupported_reason(self) -> str | None:
         problem = self.problem
         against = unsupported_reason(problem, self.device)
-        if against is None and problem.kernel is None and max(problem.n_queries, problem.n_keys) < _SHORT:
+        if against is None and problem.kernel is None and max(problem.n_queries, problem.n_keys) < self._shortest:
             against = "rows and keys are fewer than its tiles have"
         return against or score_gradients.unsupported_reason(problem) or self._sum_reason() or self.layout_reason()
+
+    @property
+    def _shortest(self) -> int:
+        """The least number of rows or keys for which the portable kernels, of smaller tiles, are not faster."""
+        problem = self.problem
+        plain = not (problem.masks or problem.bias or problem.score or problem.dropout or problem.softcap)
+        many = problem.instances >= _SHORT_HEADS and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
+        ordered = problem.deterministic and not self.cut.dq_tiles
+        return _SHORTEST if plain and many and not ordered else _SHORT
 
     def _sum_reason(self) -> str | None:
         problem = self.problem

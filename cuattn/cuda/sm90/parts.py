@@ -7,6 +7,7 @@ dV cost memory traffic, and each the time in which a block begins.
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 
 from cuattn.cuda.arguments import band_fields
@@ -16,7 +17,10 @@ from cuattn.problem import Problem
 # Rows that a block could walk while it begins and ends a key tile; while a part travels; while a launch begins.
 _ITEM_ROWS, _PART_ROWS, _PASS_ROWS = 128, 256, 128
 _MANY = 8  # key tiles for each multiprocessor, of which none need be shared
-_SLICES, _WORTH = 8, 0.95  # of a head's rows, at most; share of the time that parts may take to be worth it
+_SLICES, _WORTH = 8, 0.97  # of a head's rows, at most; share of the time that parts may take to be worth it
+# With a band blocks drift apart, by this share of the longest item's time.  What they share leaves the L2 cache where they
+# walk more bytes than these side by side; that costs this share of the time whenever those double.
+_SPREAD, _NEAR, _FAR = 0.1, 128 << 20, 0.04
 
 
 def makespan(lengths: Sequence[float], copies: int, workers: int) -> float:
@@ -41,7 +45,17 @@ def visible_rows(problem: Problem, block_n: int) -> list[int]:
     return [max(min(end, last) - max(start - right, 0), 0) for start, end in zip(starts, ends, strict=True)]
 
 
-def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, multiprocessors: int) -> int:
+def side_by_side(problem: Problem, block_n: int, multiprocessors: int) -> int:
+    """Return of how many heads of k key tiles of grouped heads are worked on side by side, at least.
+
+    Under causality those of the last heads that are as long as two others then begin while there is other work.
+    """
+    if problem.group == 1 or problem.band is None:
+        return 1
+    return 1 << (cdiv(2 * multiprocessors, cdiv(problem.n_keys, block_n)).bit_length() - 1)
+
+
+def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, moved: int, multiprocessors: int) -> int:
     """Return how many blocks are best for a key tile.
 
     Parameters
@@ -51,6 +65,8 @@ def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, multi
         row_tiles and key_tiles.
     block_n : int
         Keys of a tile.
+    moved : int
+        Bytes that a block moves for each row of a head.
     multiprocessors : int
 
     Returns
@@ -64,11 +80,17 @@ def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, multi
     if tiles >= most:
         return 1
     rows = sorted(visible_rows(problem, block_n), reverse=True)
+    together = side_by_side(problem, block_n, multiprocessors)
+    walked = together * problem.n_queries * moved
 
     def time(parts: int) -> float:
         beside = _ITEM_ROWS + _PART_ROWS * (parts > 1)
         lengths = [cdiv(n * group, parts) + beside for n in rows]
-        return makespan(lengths, heads * parts, multiprocessors) + _PASS_ROWS * (parts > 1)
+        spent = makespan(lengths, heads * parts, multiprocessors) + _PASS_ROWS * (parts > 1)
+        if problem.band is None:
+            return spent
+        far = math.log2(max(walked * group / parts / _NEAR, 1))
+        return (spent + _SPREAD * lengths[0]) * (1 + _FAR * far)
 
     found = [n for n in range(1, group + 1) if group % n == 0]
     if not problem.deterministic:  # turns are told for whole heads

@@ -174,6 +174,24 @@ def test_unfit_arrays(changes, words):
     assert words in Backward(p, {**operands(p), **changes}, ()).unsupported_reason()
 
 
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"deterministic": True}, True),
+        ({"head_dim": 64, "head_dim_v": 64}, True),
+        ({"head_dim": 64, "head_dim_v": 64, "deterministic": True}, False),  # turns
+        ({"batch": (64,)}, False),
+        ({"n_queries": 32, "n_keys": 32}, False),
+        ({"softcap": 3.0}, False),
+    ],
+)
+def test_many_heads_may_be_short(driver, changes, taken):
+    p = problem(32, batch=(512,), heads=4, kv_heads=4, n_queries=49, n_keys=49)
+    p = replace(p, **changes)
+    assert (Backward(p, operands(p), ()).unsupported_reason() is None) == taken
+
+
 def test_gradients_unrounded(driver):
     p = problem(out_dtype=np.dtype(np.float32))
     assert Backward(p, operands(p), ()).unsupported_reason() is None

@@ -87,6 +87,7 @@ OWN = [
     sized("d24 dv 64", 300, 400, 24, head_dim_v=64, options={"is_causal": "top_left"}),
     # Many heads of few rows, whose dq a block holds.
     sized("few rows", 256, 256, 32, batch=(70,), heads=4, kv_heads=4),
+    sized("very few rows", 49, 49, 32, batch=(80,), heads=4, kv_heads=4),
     sized("few rows window", 200, 300, 24, batch=(70,), heads=4, kv_heads=4, dtype=F16,
          options={"window": (60, 20, "top_left")}),
     sized("few rows columns", 130, 200, 32, batch=(70,), heads=4, kv_heads=4, mask=columns_of),

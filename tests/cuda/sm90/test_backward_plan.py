@@ -91,11 +91,13 @@ def grouped(batch, heads, kv_heads, length, head_dim, **changes):
 @pytest.mark.parametrize(
     ("sizes", "changes", "parts"),
     [
-        ((1, 48, 1, 8192, 128), {"band": CAUSAL}, 4),
+        ((1, 48, 1, 8192, 128), {"band": CAUSAL}, 12),
         ((1, 48, 1, 8192, 128), {}, 2),
-        ((2, 32, 1, 4096, 128), {"band": CAUSAL, "deterministic": True}, 4),
+        ((2, 32, 1, 4096, 128), {"band": CAUSAL, "deterministic": True}, 8),
         ((2, 14, 2, 8192, 64), {"band": CAUSAL}, 1),  # the longest takes no longer than a 132nd of all
-        ((1, 64, 8, 8192, 128), {"band": CAUSAL}, 1),
+        ((1, 64, 8, 8192, 128), {"band": CAUSAL}, 2),
+        ((4, 32, 8, 4096, 128), {"band": CAUSAL}, 1),
+        ((4, 8, 1, 4096, 256), {"band": CAUSAL}, 1),
         ((1, 48, 1, 8192, 128), {"band": CAUSAL, "bias": BF16}, 1),
         ((1, 8, 8, 1024, 128), {"band": CAUSAL}, 2),
         ((1, 2, 1, 128, 64), {}, 1),  # not worth a launch
@@ -117,9 +119,12 @@ def test_key_tiles_are_as_long_as_the_band_makes_them():
 
 
 def test_long_key_tiles_of_the_last_heads_begin_early():
-    assert Cut(grouped(1, 64, 8, 8192, 128, band=CAUSAL)).keys.counts["section"] == 5
-    assert Cut(grouped(4, 32, 8, 4096, 128, band=CAUSAL)).keys.counts["section"] == 9
-    assert Cut(grouped(1, 32, 8, 32768, 128, band=CAUSAL)).keys.counts["section"] == 2
+    def sections(*sizes):
+        return Cut(grouped(*sizes, band=CAUSAL)).keys.counts["section"]
+
+    assert sections(4, 32, 8, 4096, 128) == 8 and sections(1, 32, 8, 32768, 128) == 2
+    assert sections(1, 64, 8, 8192, 128) == 4 == sections(2, 14, 2, 8192, 64)
+    assert sections(1, 20, 5, 32768, 128) == 3  # and 2: none is much smaller than the others
 
 
 def test_many_heads_take_turns():
