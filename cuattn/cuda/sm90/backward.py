@@ -155,11 +155,14 @@ class Cut:
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
+        masked = (
+            problem.masks or problem.deterministic
+        )  # where registers are short with masks; a fixed order is theirs, too
         alone = problem.group == 1 and not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
         if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
-        elif problem.bias is None and not problem.learned and not (problem.masks and (sloped or problem.dropout)):
+        elif problem.bias is None and not problem.learned and not (masked and (sloped or problem.dropout)):
             self.parts = count_parts(problem, self.keys.counts, self.keys.block_n, self._moved, multiprocessors)
             self.slices = max(self.parts // problem.group, 1)
             self.keys = self._key_tile()
@@ -221,7 +224,8 @@ class Cut:
         size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
         heads, rows = problem.instances // problem.group * self.parts, problem.n_queries * problem.group // self.parts
-        least = side_by_side(problem, block_n, self._multiprocessors)
+        differ = problem.group > 1 and problem.band is not None
+        least = side_by_side(problem.n_keys, block_n, self._multiprocessors) if differ else 1
         counts = self._counts((block_m, block_n), max(rows, 1) * self._moved, heads, least)
         return Tile(block_m, block_n, size, counts)
 

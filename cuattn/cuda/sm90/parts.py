@@ -9,17 +9,18 @@ dV cost memory traffic, and each the time in which a block begins.
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from cuattn.cuda.arguments import band_fields
 from cuattn.io_model.sizes import cdiv
-from cuattn.problem import Problem
+from cuattn.problem import Band, Problem
 
 # Rows that a block could walk while it begins and ends a key tile; while a part travels; while a launch begins.
 _ITEM_ROWS, _PART_ROWS, _PASS_ROWS = 128, 256, 128
 _MANY = 8  # key tiles for each multiprocessor, of which none need be shared
 _SLICES, _WORTH = 8, 0.97  # of a head's rows, at most; share of the time that parts may take to be worth it
-# With a band blocks drift apart, by this share of the longest item's time.  What they share leaves the L2 cache where they
-# walk more bytes than these side by side; that costs this share of the time whenever those double.
+# If key tiles differ, blocks drift apart by this share of the longest item's time.  What they share leaves the L2 cache
+# if they walk more bytes than these side by side, which costs this share of the time whenever those double.
 _SPREAD, _NEAR, _FAR = 0.1, 128 << 20, 0.04
 
 
@@ -45,14 +46,12 @@ def visible_rows(problem: Problem, block_n: int) -> list[int]:
     return [max(min(end, last) - max(start - right, 0), 0) for start, end in zip(starts, ends, strict=True)]
 
 
-def side_by_side(problem: Problem, block_n: int, multiprocessors: int) -> int:
-    """Return of how many heads of k key tiles of grouped heads are worked on side by side, at least.
+def side_by_side(n_keys: int, block_n: int, multiprocessors: int) -> int:
+    """Return of how many heads of k key tiles are worked on side by side, at least, where they differ.
 
-    Under causality those of the last heads that are as long as two others then begin while there is other work.
+    Those of the last heads that are as long as two others then begin while there is other work.
     """
-    if problem.group == 1 or problem.band is None:
-        return 1
-    return 1 << (cdiv(2 * multiprocessors, cdiv(problem.n_keys, block_n)).bit_length() - 1)
+    return 1 << (cdiv(2 * multiprocessors, cdiv(n_keys, block_n)).bit_length() - 1)
 
 
 def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, moved: int, multiprocessors: int) -> int:
@@ -72,22 +71,23 @@ def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, moved
     Returns
     -------
     int
-        A divisor of the problem's group, or a multiple: so many slices of each head's rows.
+        A divisor of the problem's group, or a multiple: so many slices of each head's rows.  In a fixed order it
+        depends on no mask and no band, so that two which say the same give the same bits.
     """
     group, most = problem.group, _MANY * multiprocessors
     heads = problem.instances // group
     tiles = heads * counts["key_tiles"]
     if tiles >= most:
         return 1
-    rows = sorted(visible_rows(problem, block_n), reverse=True)
-    together = side_by_side(problem, block_n, multiprocessors)
-    walked = together * problem.n_queries * moved
+    seen = replace(problem, band=Band(None, 0, 0)) if problem.deterministic else problem
+    rows = sorted(visible_rows(seen, block_n), reverse=True)
+    walked = side_by_side(problem.n_keys, block_n, multiprocessors) * problem.n_queries * moved
 
     def time(parts: int) -> float:
         beside = _ITEM_ROWS + _PART_ROWS * (parts > 1)
         lengths = [cdiv(n * group, parts) + beside for n in rows]
         spent = makespan(lengths, heads * parts, multiprocessors) + _PASS_ROWS * (parts > 1)
-        if problem.band is None:
+        if rows[0] == rows[-1]:
             return spent
         far = math.log2(max(walked * group / parts / _NEAR, 1))
         return (spent + _SPREAD * lengths[0]) * (1 + _FAR * far)

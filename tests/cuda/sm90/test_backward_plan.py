@@ -111,6 +111,13 @@ def test_how_many_blocks_share_a_key_tile(sizes, changes, parts):
     assert Cut(grouped(*sizes, **changes)).parts == parts
 
 
+@pytest.mark.parametrize("changes", [{}, {"dropout": 6554}])
+def test_parts_of_a_fixed_order_depend_on_no_mask(changes):
+    kinds = {}, {"band": CAUSAL}, {"band": WINDOW}, {"masks": ("column",)}, {"masks": ("boolean",)}
+    parts = [Cut(grouped(1, 48, 1, 2048, 64, deterministic=True, **kind, **changes)).parts for kind in kinds]
+    assert len({*parts}) == 1 and (parts[0] > 1) == (not changes)
+
+
 def test_key_tiles_are_as_long_as_the_band_makes_them():
     assert visible_rows(problem(n_queries=100, n_keys=300), 128) == [100, 100, 100]
     assert visible_rows(problem(n_queries=300, n_keys=300, band=CAUSAL), 128) == [300, 172, 44]
