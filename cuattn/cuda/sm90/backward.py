@@ -343,7 +343,8 @@ class Backward(MappedCall):
     def _shortest(self) -> int:
         """The least number of rows or keys for which the portable kernels, of smaller tiles, are not faster."""
         problem = self.problem
-        plain = not (problem.masks or problem.bias or problem.score or problem.dropout or problem.softcap)
+        beside = problem.bias, problem.score, problem.softcap
+        plain = all(x is None for x in beside) and not (problem.masks or problem.dropout)
         many = problem.instances >= _SHORT_HEADS and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
         ordered = problem.deterministic and not self.cut.dq_tiles
         return _SHORTEST if plain and many and not ordered else _SHORT
