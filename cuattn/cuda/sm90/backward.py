@@ -35,7 +35,8 @@ from cuattn.tracing import I, J, S, addend, derivative, is_linear
 _FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
 _STAGES = 2  # tiles in flight
-_SHORT, _SHORT_HEADS, _SHORTEST = 128, 1056, 33  # rows and keys of few heads, at least; of so many heads
+_SHORT, _SHORT_HEADS = 128, 1056  # rows and keys of few heads, at least; of so many heads fewer do:
+_SHORTEST, _SHORTEST_ORDERED = 65, 33  # of up to 64 one of the portable kernel's tiles holds all; in a fixed order
 _MAX_SOFTCAP = 1024  # beyond it rows may be far: their slopes are lost with their scores (attn/bwd_workspace.cuh)
 _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
 _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
@@ -347,7 +348,9 @@ class Backward(MappedCall):
         plain = all(x is None for x in beside) and not (problem.masks or problem.dropout)
         many = problem.instances >= _SHORT_HEADS and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
         ordered = problem.deterministic and not self.cut.dq_tiles
-        return _SHORTEST if plain and many and not ordered else _SHORT
+        if not (plain and many) or ordered:
+            return _SHORT
+        return _SHORTEST_ORDERED if problem.deterministic else _SHORTEST
 
     def _sum_reason(self) -> str | None:
         problem = self.problem

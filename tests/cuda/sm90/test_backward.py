@@ -182,12 +182,14 @@ def test_unfit_arrays(changes, words):
         ({"head_dim": 64, "head_dim_v": 64}, True),
         ({"head_dim": 64, "head_dim_v": 64, "deterministic": True}, False),  # turns
         ({"batch": (64,)}, False),
-        ({"n_queries": 32, "n_keys": 32}, False),
+        ({"n_queries": 64, "n_keys": 64}, False),
+        ({"n_queries": 49, "n_keys": 49, "deterministic": True}, True),
+        ({"n_queries": 32, "n_keys": 32, "deterministic": True}, False),
         ({"softcap": 3.0}, False),
     ],
 )
 def test_many_heads_may_be_short(driver, changes, taken):
-    p = problem(32, batch=(512,), heads=4, kv_heads=4, n_queries=49, n_keys=49)
+    p = problem(32, batch=(512,), heads=4, kv_heads=4, n_queries=70, n_keys=70)
     p = replace(p, **changes)
     assert (Backward(p, operands(p), ()).unsupported_reason() is None) == taken
 
@@ -208,6 +210,9 @@ def test_choice():
     assert type(call) is PortableBackward and notes == ["not the sm90 kernel: kernel is 'sm80'"]
     short = problem(n_queries=100, n_keys=100)
     assert "fewer than its tiles" in families._choose(short, operands(short), ())[-1][0]
+    for n, kernel in ((64, PortableBackward), (65, Backward)):  # of 64 one of the portable kernel's tiles holds all
+        many = problem(32, batch=(512,), n_queries=n, n_keys=n)
+        assert type(families._choose(many, operands(many), ())[0]) is kernel
     short = problem(n_queries=100, n_keys=100, kernel="sm90")
     assert type(families._choose(short, operands(short), ())[0]) is Backward
     wide = problem(264, kernel="sm90")
