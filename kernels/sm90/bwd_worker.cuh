@@ -80,7 +80,7 @@ struct Worker {
         const bool far = uniform(step().far());
         if (far) unroll<cfg::block_m / 2>([&](int i) { s[i] = sum_of(s[i], score.of_row(first_row + query_of(i))); });
         hidden.refine(s, p, await_buffer);
-        weigh<round_now>(s, weights, p, OffsetStat<Stat>{stat, score, first_row, far ? 0.0f : score_scale(p)}, draws);
+        weigh<round_now>(s, weights, p, OffsetStat<Stat>(stat, score, first_row, far ? 0.0f : score_scale(p)), draws);
     }
     __device__ __forceinline__ SplitScore split_score() const { return {p, bias.head(), work().tile * cfg::block_n}; }
 

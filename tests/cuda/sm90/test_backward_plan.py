@@ -301,6 +301,8 @@ def test_biases_spills(variant, form):
 
 SCORED = [
     ("alibi", {"head_dim": 128, "mask": columns_of}),
+    ("alibi", {"head_dim": 128, "options": {"is_causal": "top_left"}}),
+    ("key_bias", {"head_dim": 128}),
     ("key_bias", {"options": {"dropout_p": 0.25, "rng": 9}}),
     ("relative_table", {"head_dim": 128}),
     ("gated", {}),
