@@ -82,7 +82,7 @@ _SPLIT_KEYS = 1 << 28  # key tiles are counted in fewer bits
 _SPLIT_HEAD_DIM = 128
 _FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
 _MULTIPROCESSORS = 132  # of an H100 or H200
-_WIDE_ROUNDS = 1.08  # of them, that tiles of four warpgroups may take where others take one
+_WIDE_ROUNDS = 1.08  # time of all tiles of 256 rows, beside that of tiles of 128, up to which they are taken
 _SHORT_FUNCTION, _LONG_FUNCTION = 16, 60  # operations, at most and from which on
 
 
