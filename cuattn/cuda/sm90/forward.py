@@ -1,12 +1,14 @@
 """The forward for compute capability 9.0: when and with which tiles, tensor maps, a ticket, one launch."""
 
 import functools
+import heapq
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cuattn.cuda.arguments import pad, row_bytes, row_strides, steps_of, tile_counts
+from cuattn.cuda.arguments import Array, pad, row_bytes, row_strides, steps_of, tile_counts
 from cuattn.cuda.constants import Constants, function_of, problem_constants
-from cuattn.cuda.device import Device
+from cuattn.cuda.device import COUNTERS, Device
 from cuattn.cuda.sm80 import forward as portable
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
@@ -33,6 +35,12 @@ _RIDGE, _PORTABLE_RIDGE = 222, 77
 _GAIN = 1.3  # what the portable kernel must promise before it is taken, unless its tiles are this much smaller:
 _SMALLER = 8
 
+
+# Parts of keys: a row's end, in steps of a key tile; what it takes to leave a part, and to add up each; how much sooner all must be done.
+_END, _MERGE, _MERGE_OF_PART, _GAIN_OF_PARTS = 1.0, 1.0, 0.5, 0.95
+_LEAST_PART, _MOST_PARTS = 4, 16  # key tiles of a part, and parts of a row
+_MOST_DIVIDED = 4  # row tiles of a multiprocessor, from which on parts gain nothing
+_COUNTED = 1 << 15  # key tiles are counted in 16 bits
 
 _TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of which there may be one
 
@@ -178,6 +186,36 @@ def scaling(problem: Problem, split_bias: bool = False, score: Node | None = Non
     return {"prescaled": prescaled, "negate": negate, **split}
 
 
+def makespan(lengths: Sequence[int], most: int, slots: int) -> float:
+    """Return when all row tiles are done, in steps of a key tile, if their parts have at most so many key tiles.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Key tiles of each row tile, the longest first.
+    most : int
+        Key tiles of a part.
+    slots : int
+        Blocks that work side by side; each takes the next part when it is done with one.
+
+    Examples
+    --------
+    >>> makespan([8, 8, 8], 8, 2) - makespan([8, 8, 8], 8, 3)
+    9.0
+    """
+    parts = [cdiv(length, most) for length in lengths]
+    costs = (
+        length / n + _END + (n > 1) * (_MERGE + _MERGE_OF_PART * n) for length, n in zip(lengths, parts, strict=True)
+    )
+    if lengths[0] == lengths[-1]:
+        return cdiv(len(lengths) * parts[0], slots) * next(costs)
+    done = [0.0] * slots
+    for cost, n in zip(costs, parts, strict=True):
+        for _ in range(n):
+            heapq.heapreplace(done, done[0] + cost)
+    return max(done)
+
+
 class Cut:
     """How a forward is cut.
 
@@ -212,6 +250,7 @@ class Cut:
         if self._shares_bias:
             section = min(math.prod(problem.batch), sharing_cache(problem.n_keys * row_bytes(problem)))
         self.counts = {**tile_counts(problem, tile), "section": min(section, problem.instances)}
+        self.splits = self.split_tiles = 1
 
     def _tile(self) -> Tile:
         problem, described = self.problem, self._is_described
@@ -266,6 +305,15 @@ class Cut:
         return self.counts["row_tiles"] * self.problem.instances
 
     @property
+    def scratch(self) -> tuple[dict[str, Array], int]:
+        """What parts of row tiles leave for the last one, and how many counters tell which that is."""
+        if self.splits == 1:
+            return {}, 0
+        threads = (self._warpgroups, self.splits, 32 * 4)
+        shapes = {"o_part": (*threads, self.head_dim_v // 2), "l_part": (*threads, 4)}
+        return {name: Array(shape, self.problem.stat_dtype) for name, shape in shapes.items()}, self._warpgroups
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory, as kernels/sm90/fwd_layout.cuh lays it out."""
         problem, (block_m, block_n, stages, q_stages, _) = self.problem, self.tile
@@ -282,7 +330,49 @@ class Cut:
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
         mail += 24 * (bool(self.bias_form) or self.split_score is not None)
-        return pad(tiles + barriers, 16) + mail
+        return (
+            pad(pad(tiles + barriers, 16) + mail, 16) + 16 * q_stages
+            if self.splits > 1
+            else pad(tiles + barriers, 16) + mail
+        )
+
+    def divide(self, multiprocessors: int) -> None:
+        """Divide the keys of long rows into parts where so many multiprocessors are done sooner with them."""
+        problem = self.problem
+        if not self._may_divide or self.blocks > _MOST_DIVIDED * multiprocessors:
+            return
+        lengths = [length for length in self._row_lengths() for _ in range(problem.instances)]
+        least = _GAIN_OF_PARTS * makespan(lengths, lengths[0], multiprocessors)
+        for parts in range(2, min(lengths[0] // _LEAST_PART, _MOST_PARTS) + 1):
+            most = cdiv(lengths[0], parts)
+            if (found := makespan(lengths, most, multiprocessors)) < least:
+                least, self.splits, self.split_tiles = found, parts, most
+        if self.splits > 1:
+            self.counts |= {"splits": self.splits, "split_tiles": self.split_tiles}
+
+    @property
+    def _may_divide(self) -> bool:
+        problem, band = self.problem, self.problem.band
+        if band is not None and (band.left is not None or band.right is None or problem.placed):
+            return False
+        changed = problem.bias is not None or problem.softcap is not None or problem.score is not None
+        written = problem.out_dtype == problem.dtype and problem.head_dim_v <= _SPLIT_HEAD_DIM
+        counted = self.counts["key_tiles"] < _COUNTED and self._warpgroups < COUNTERS
+        return written and counted and not (problem.masks or changed or problem.dropout)
+
+    @property
+    def _warpgroups(self) -> int:
+        """Row tiles of warpgroups."""
+        return self.blocks * self.tile.block_m // WARPGROUP_ROWS
+
+    def _row_lengths(self) -> list[int]:
+        """Return how many key tiles each row tile of a head sees, the longest first."""
+        problem, (block_m, block_n, *_), band = self.problem, self.tile, self.problem.band
+        rows = range(problem.n_queries, 0, -block_m)  # where they end
+        if band is None:
+            return [self.counts["key_tiles"]] * len(rows)
+        ends = (min(end + band.right + band.offset, problem.n_keys) for end in rows)
+        return [max(cdiv(end, block_n), 1) for end in ends]
 
     def slow_reason(self, device: Device) -> str | None:
         """Say why the portable kernel would sooner be done, or return None.
@@ -293,7 +383,7 @@ class Cut:
         them.
         """
         problem = self.problem
-        if 2 * self.blocks < device.multiprocessors:
+        if 2 * self.blocks * self.splits < device.multiprocessors:
             return "too few query rows fill the GPU, and the portable kernel splits the keys"
         other = portable.Cut(problem, device)
         own = problem.group * pad(problem.n_queries, self.tile.block_m)
@@ -301,6 +391,29 @@ class Cut:
         if own >= _SMALLER * theirs or own / _RIDGE > _GAIN * max(theirs / _PORTABLE_RIDGE, 1):
             return "too few query rows fill its tiles, and the portable kernel has smaller ones"
         return None
+
+    @property
+    def _is_long(self) -> bool:
+        return self.problem.n_keys >= _LONG[self.tile.block_m] and not self.problem.dropout
+
+    @property
+    def _meets_corners(self) -> bool:
+        """Whether keys end with the row alone, and all that a row tile sees but its first key tile is whole."""
+        problem, (block_m, block_n, *_), band = self.problem, self.tile, self.problem.band
+        if band is None or band.left is not None or band.right is None or block_m != block_n or problem.placed:
+            return False
+        changed = problem.bias is not None or problem.softcap is not None or problem.score is not None
+        return not (problem.masks or changed or (band.right + band.offset) % block_n)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is worth knowing of the plan."""
+        if self.splits == 1:
+            return []
+        most = self.split_tiles * self.tile.block_n
+        return [
+            f"keys of a row in parts of at most {most}, {self.splits} at most, merged by the last block to finish one"
+        ]
 
     @property
     def path(self) -> str:
@@ -320,7 +433,9 @@ class Cut:
             **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
-            "overlap": problem.n_keys >= _LONG[tile.block_m] and not problem.dropout,
+            "overlap": self._is_long,
+            "diagonal": self._is_long and self._meets_corners,
+            "split": self.splits > 1,
         }
 
 
@@ -339,14 +454,17 @@ class Forward(MappedCall):
 
     @functools.cached_property
     def _cut(self) -> Cut:
-        return self.cut_class(self.problem, self.operands.get("bias"))
+        cut = self.cut_class(self.problem, self.operands.get("bias"))
+        cut.divide(self.device.multiprocessors)
+        return cut
 
     def prepare(self) -> Plan:
         cut = self._cut
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
-        self.begin({}, counters=1)
-        warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
-        launched = cut.path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
+        scratch, counters = cut.scratch
+        self.begin(scratch, 1 + counters)
+        warps, work = 4 * (tile[0] // WARPGROUP_ROWS + 1), cut.blocks * cut.splits
+        launched = cut.path, "attention_forward", constants, work, warps, cut.counts, (*tile, WARPGROUP_ROWS)
         beside = {"bias": "bias"} if cut.bias_form == "tiles" else {}
         self.add_mapped(*launched, size, ("o",), beside, cut.tile.min_blocks)
-        return self.planned(cut.path, tile, warps, size, constants)
+        return self.planned(cut.path, tile, warps, size, constants, *cut.notes)
