@@ -36,7 +36,8 @@ _GAIN = 1.3  # what the portable kernel must promise before it is taken, unless 
 _SMALLER = 8
 
 
-# Parts of keys: a row's end, in steps of a key tile; what it takes to leave a part, and to add up each; how much sooner all must be done.
+# Parts of keys: a row's end, in steps of a key tile; what it takes to leave a part, and to add up each; by how much all
+# must be done sooner.
 _END, _MERGE, _MERGE_OF_PART, _GAIN_OF_PARTS = 1.0, 1.0, 0.5, 0.95
 _LEAST_PART, _MOST_PARTS = 4, 16  # key tiles of a part, and parts of a row
 _MOST_DIVIDED = 4  # row tiles of a multiprocessor, from which on parts gain nothing
@@ -346,7 +347,7 @@ class Cut:
         for parts in range(2, min(lengths[0] // _LEAST_PART, _MOST_PARTS) + 1):
             most = cdiv(lengths[0], parts)
             if (found := makespan(lengths, most, multiprocessors)) < least:
-                least, self.splits, self.split_tiles = found, parts, most
+                least, self.splits, self.split_tiles = found, cdiv(lengths[0], most), most
         if self.splits > 1:
             self.counts |= {"splits": self.splits, "split_tiles": self.split_tiles}
 

@@ -52,6 +52,17 @@ def test_multiprocessors_are_left_to_others(operation, driver):
     assert H200.without(200).multiprocessors == 1
 
 
+def test_parts_of_keys(driver):
+    p = problem(64, batch=(1,), heads=2, kv_heads=2, n_queries=16384, n_keys=16384)
+    found = launched(driver, p, operands(p))
+    made = found.argument
+    assert (made["splits"], made["split_tiles"], found.constants["split"]) == (3, 43, True)
+    assert made["l_part"] - made["o_part"] == 3 * 172 * 192 * 64 * 4 and found.grid == (132,)
+    assert "parts" in Forward(p, operands(p), ()).prepare().notes[0]
+    launched(driver, p, operands(p), capturing=True)
+    assert driver.done[0].size == 4 * (1 + 3 * 172)
+
+
 def test_views(driver):
     p = problem()
     q, k, _, o = shapes(driver, p, operands(p, swap=True))

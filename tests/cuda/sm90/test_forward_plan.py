@@ -88,6 +88,71 @@ def test_counts_cover_ragged_ends():
     assert (tiles["row_tiles"], tiles["key_tiles"]) == (2, 3)
 
 
+def divided(p: Problem, multiprocessors: int = H200.multiprocessors) -> Cut:
+    """Return how a problem is cut on so many multiprocessors."""
+    cut = Cut(p)
+    cut.divide(multiprocessors)
+    return cut
+
+
+FEW = {"batch": (1,), "heads": 2, "kv_heads": 2, "n_queries": 16384, "n_keys": 16384}
+
+
+@pytest.mark.parametrize("n_keys", [512, 5000, 16384, 65536])
+@pytest.mark.parametrize("n_queries", [512, 4096, 16384])
+def test_parts_of_keys_fill_the_device(n_keys, n_queries):
+    """Some where most would idle, and none that nobody has."""
+    cut = divided(problem(64, **FEW | {"n_queries": n_queries, "n_keys": n_keys}))
+    tiles = cut.counts["key_tiles"]
+    assert cut.splits == 1 or -(-tiles // cut.split_tiles) == cut.splits
+    assert cut.splits > 1 or 2 * cut.blocks > 132 or tiles < 8
+    arrays, counters = cut.scratch
+    assert counters == (cut.splits > 1) * cut.blocks * 3
+    assert sum(x.nbytes for x in arrays.values()) == counters * cut.splits * 64 * 4 * (64 + 8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"masks": ("column",)},
+        {"dropout": 6554},
+        {"softcap": 3.0},
+        {"bias": BF16},
+        {"out_dtype": FLOAT32},
+        {"head_dim": 256, "head_dim_v": 256},
+        {"band": Band(10, 0, 0)},
+        {"band": CAUSAL, "placed": True},
+        {"batch": (16,)},
+        {"n_keys": 512, "n_queries": 512, "heads": 1, "kv_heads": 1},
+    ],
+)
+def test_rows_that_stay_whole(changes):
+    few = FEW | {"n_queries": 2048}
+    assert divided(problem(**few)).splits > 1
+    assert divided(problem(**few | changes)).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        ({}, True),
+        ({"n_queries": 4000, "n_keys": 4129, "band": Band(None, 0, 128)}, True),
+        ({"head_dim": 192, "head_dim_v": 128}, True),
+        ({"band": Band(None, 0, 129)}, False),
+        ({"band": Band(10, 0, 0)}, False),
+        ({"placed": True}, False),
+        ({"n_keys": 512}, False),
+        ({"head_dim": 64, "head_dim_v": 64}, False),
+        ({"head_dim": 256, "head_dim_v": 256}, False),
+        ({"softcap": 3.0}, False),
+        ({"dropout": 6554}, False),
+        ({"masks": ("column",)}, False),
+    ],
+)
+def test_where_causal_key_tiles_are_counted(changes, counted):
+    assert Cut(problem(**{"band": CAUSAL, **changes})).constants["diagonal"] is counted
+
+
 def test_causal_heads_share_the_cache():
     assert Cut(problem(band=CAUSAL, kv_heads=4, n_keys=65536)).counts["section"] == 4
     assert Cut(problem(band=CAUSAL, n_keys=1024)).counts["section"] == 32
@@ -167,6 +232,7 @@ def test_the_driver_is_told_plausible_strides(monkeypatch):
 
 VARIANTS = [
     problem(64, band=CAUSAL),
+    problem(128, band=CAUSAL),
     problem(64, dropout=6554, dtype=F16, out_dtype=F16),
     problem(64, masks=("column",)),
     problem(64, masks=("block",), band=Band(10, 0, 0)),
@@ -204,12 +270,13 @@ def cuts() -> list[Cut]:
         Cut(problem(256, bias=FLOAT32, masks=("column",), dropout=6554), rows),
         Cut(problem(128, bias=FLOAT32, band=CAUSAL), keys),
     ]
-    return [*map(Cut, VARIANTS), *broadcast]
+    parts = [problem(d, **FEW | {"band": band}) for d in (64, 128) for band in (None, CAUSAL)]
+    return [*map(Cut, VARIANTS), *broadcast, *(divided(p, 1000) for p in parts)]
 
 
 def name_of(cut: Cut) -> str:
     p = cut.problem
-    return f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap} {cut.bias_form}"
+    return f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap} {cut.bias_form} {cut.splits}"
 
 
 @pytest.mark.parametrize("cut", cuts(), ids=name_of)
