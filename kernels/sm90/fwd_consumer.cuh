@@ -454,6 +454,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         }
         unroll<output_blocks>([&](int block) { write_columns(ending, block); });
         finish_ending(ending);
+        if constexpr (!stage_output && cfg::split) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
     }
 
     __device__ __forceinline__ void run() {
@@ -482,7 +483,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
                 before = work;
                 buffer = q;
                 q.advance();
-                if constexpr (!stage_output) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
+                if constexpr (!stage_output && !cfg::split) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
                 if constexpr (cfg::q_stages == 1 || cfg::split) break;
                 free_output();
                 some = await_row();

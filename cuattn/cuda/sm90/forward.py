@@ -357,9 +357,9 @@ class Cut:
         if band is not None and (band.left is not None or band.right is None or problem.placed):
             return False
         changed = problem.bias is not None or problem.softcap is not None or problem.score is not None
-        written = problem.out_dtype == problem.dtype and problem.head_dim_v <= _SPLIT_HEAD_DIM
+        written = problem.head_dim_v <= _SPLIT_HEAD_DIM
         counted = self.counts["key_tiles"] < _COUNTED and self._warpgroups < COUNTERS
-        return written and counted and not (problem.masks or changed or problem.dropout)
+        return written and counted and not (problem.masks or changed or problem.dropout or problem.twin)
 
     @property
     def _warpgroups(self) -> int:
