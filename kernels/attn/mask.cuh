@@ -36,7 +36,7 @@ struct Matrix {
 };
 using OwnMatrix = Either<function_mask, Matrix, NoMatrix>::type;
 
-// All of the masks that depends on the head: the instance of the tables, the element offsets of the block mask and of the boolean one.
+// All of the masks that depends on the head: the instance of the tables, the element offsets of the block mask and of the boolean one (not read as bits).
 struct MaskSlices : OwnMatrix {
     i64 instance, blocks, boolean;
 
@@ -198,27 +198,34 @@ __device__ __forceinline__ int4 column_intervals(const Params& p, i64 instance, 
     return __ldg(p.table.cols + (instance * column_masks + mask) * p.table.keys_padded + key);
 }
 
-// One key's visibility to any row.
-struct KeyMask {
+// Where, of a boolean mask as bits, the words of 64 rows, counted in such, and a key tile begin.
+__device__ __forceinline__ const u64* boolean_bits(const Params& p, i64 instance, i32 rows, i32 n) {
+    return p.table.bits + instance * p.table.bits_instance + rows * p.table.bits_row + n * p.table.bits_tile;
+}
+
+// One key's visibility to any row.  packed: a boolean mask is read as bits, which are all that there is of one whose elements were computed ahead.
+template <bool packed>
+struct KeyMaskOf {
     int4 columns[column_masks + 1];
-    const u8 *blocks, *boolean;
+    const u8* blocks;
+    const typename Either<packed, u32, u8>::type* boolean;
     FunctionHead head;
     FunctionKey own;
     bool inside;
 
-    __device__ __forceinline__ KeyMask(const Params& p, const MaskSlices& slices, i32 key) {
+    __device__ __forceinline__ KeyMaskOf(const Params& p, const MaskSlices& slices, i32 key) {
         if constexpr (column_masks > 0) columns[0] = column_intervals(p, slices.instance, 0, key);
         find(p, slices, key);
     }
 
     // The same with the intervals of the first column mask at hand.
-    __device__ __forceinline__ KeyMask(const Params& p, const MaskSlices& slices, i32 key, int4 intervals) {
+    __device__ __forceinline__ KeyMaskOf(const Params& p, const MaskSlices& slices, i32 key, int4 intervals) {
         columns[0] = intervals;
         find(p, slices, key);
     }
 
-    __device__ __forceinline__ KeyMask(const Params& p, i64 instance, i64 mask_offset, i32 key)
-        : KeyMask(p, MaskSlices{instance, mask_offset, 0, 0}, key) {}
+    __device__ __forceinline__ KeyMaskOf(const Params& p, i64 instance, i64 mask_offset, i32 key)
+        : KeyMaskOf(p, MaskSlices{instance, mask_offset, 0, 0}, key) {}
 
     __device__ __forceinline__ void find(const Params& p, const MaskSlices& slices, i32 key) {
         inside = key < p.n_keys;
@@ -226,7 +233,8 @@ struct KeyMask {
 #pragma unroll
         for (int c = 1; c < column_masks; ++c) columns[c] = column_intervals(p, slices.instance, c, key);
         if constexpr (block_mask) blocks = static_cast<const u8*>(p.mask.data) + slices.blocks + safe / p.table.block_n * p.mask.col;
-        if constexpr (boolean_mask) boolean = static_cast<const u8*>(p.boolean.data) + slices.boolean + safe * p.boolean.col;
+        if constexpr (boolean_mask && packed) boolean = reinterpret_cast<const u32*>(boolean_bits(p, slices.instance, 0, safe / cfg::block_n) + safe % cfg::block_n);
+        else if constexpr (boolean_mask) boolean = static_cast<const u8*>(p.boolean.data) + slices.boolean + safe * p.boolean.col;
         if constexpr (function_mask) head = FunctionHead::of(p, slices.matrix()), own = FunctionKey::of(p, head, key);
     }
 
@@ -240,12 +248,14 @@ struct KeyMask {
             const int4& x = columns[c];
             seen &= !(row >= x.x && row < x.y) && !(row >= x.z && row < x.w);
         }
-        if constexpr (boolean_mask) seen &= boolean[row * p.boolean.row] != 0;
+        if constexpr (boolean_mask && packed) seen &= __ldg(boolean + 2 * (row / 64 * p.table.bits_row) + row / 32 % 2) >> row % 32;
+        else if constexpr (boolean_mask) seen &= boolean[row * p.boolean.row] != 0;
         if constexpr (block_mask) seen &= blocks[row / p.table.block_m * p.mask.row] != 0;
         if constexpr (function_mask) seen &= function_shows(p, head, FunctionRow::of(p, head, row), own);
         return seen;
     }
 };
+using KeyMask = KeyMaskOf<false>;
 
 // Does any row see the key?  Only asked in tiles that are marked dead.
 __device__ __forceinline__ bool key_alive(const Params& p, i64 instance, i32 key) {

@@ -20,7 +20,7 @@ static_assert(warpgroups == 2 || warpgroups == 4);
 
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
 // Are S and dP computed together?  They may not fit into the ring; and random numbers and functions need registers meanwhile.
-constexpr bool late = cfg::dropout || warpgroups == 4, together = slabs + slabs_v <= cfg::stages && !late && !cfg::score;
+constexpr bool late = cfg::dropout || cfg::dp_late || warpgroups == 4, together = slabs + slabs_v <= cfg::stages && !late && !cfg::score;
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int a_bytes = cfg::block_m * row_bytes, stage_bytes = a_bytes + cfg::block_n * row_bytes;
@@ -204,7 +204,7 @@ struct Consumer : RowScores<Self, own_keys> {
 #pragma unroll 4
         for (int number = 0; number < own_keys / 4; ++number) {
             const i32 key = step.n() * own_keys + 2 * (threadIdx.x % 4) + 4 * number - 3 * (number % 2);
-            const KeyMask mask(p, slices, key);
+            const KeyMaskOf<true> mask(p, slices, key);
             unroll<2>([&](int r) { shown[r] |= static_cast<u32>(mask.visible(p, rows[r], key)) << number; });
         }
         unroll<own_keys / 2>([&](int i) {

@@ -64,8 +64,7 @@ struct RowScores {
 
     __device__ __forceinline__ MaskSlices mask_slices() const {
         const auto& work = self().work();
-        return {column_masks > 0 ? slice_of(p.table, work.batch, work.head) : 0, block_mask ? slice_of(p.mask, work.batch, work.head) : 0,
-                boolean_mask ? slice_of(p.boolean, work.batch, work.head) : 0,
+        return {column_masks > 0 || boolean_mask ? slice_of(p.table, work.batch, work.head) : 0, block_mask ? slice_of(p.mask, work.batch, work.head) : 0, 0,
                 function_mask ? static_cast<i32>(slice_of(p.function, work.batch, work.head)) : 0};
     }
 
@@ -78,7 +77,7 @@ struct RowScores {
         for (int i = 0; i < keys / 2; i += 4)
             unroll<2>([&](int e) {
                 const i32 key = first + key_of(i + e);
-                const KeyMask mask(p, slices, key);
+                const KeyMaskOf<true> mask(p, slices, key);
                 if (!mask.visible(p, min(row, p.n_queries - 1), key)) s[i + e] = minus_infinity();
                 if (!mask.visible(p, min(row + 8, p.n_queries - 1), key)) s[i + e + 2] = minus_infinity();
             });

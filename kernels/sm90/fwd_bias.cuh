@@ -147,10 +147,9 @@ struct AskedRows {
     }
 };
 
-// Adds the bias of a tile's keys to their products, which are under way: a group of its own.
+// Adds the bias of a tile's keys to their products, which are under way.
 __device__ __forceinline__ void add_parts(Scores& s, u32 halves, u32 parts) {
     ptx::Product<cfg::block_n>::ss<true, 1, 0>(s, halves_descriptor(halves), parts_descriptor(parts), 1);
-    ptx::wgmma_commit();
 }
 
 // Hides the scores of keys whose bias does, whatever their products are; parts: of the tile's keys.

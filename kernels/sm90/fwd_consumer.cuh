@@ -17,21 +17,20 @@ namespace sm90::fwd {
 constexpr bool proceeds_early = cfg::overlap && warpgroups == 2;
 constexpr int middle = value_steps / 2 - 1;  // the block of 16 keys behind which that is
 constexpr bool completes = adds_bias || (cfg::score && !cfg::split_score);  // what comes between products and scores is more than a scale or softcap
+constexpr bool hides_late = cfg::split_bias && !told_bias;  // where tiles are counted
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
 
 // What all lanes agree on once of a tile whose bias tensor cores add, which spares most tiles all other votes.
 struct Agreed {
-    bool is_ordinary, is_biased;
-    __device__ __forceinline__ void agree_on(const KeyTile& tile) { is_ordinary = uniform(tile.ordinary()), is_biased = uniform(tile.biased()); }
+    bool is_ordinary;
+    __device__ __forceinline__ void agree_on(const KeyTile& tile) { is_ordinary = uniform(tile.ordinary()); }
     __device__ __forceinline__ bool ordinary() const { return is_ordinary; }
-    __device__ __forceinline__ bool biased() const { return is_biased; }
 };
 struct NotAgreed {
     __device__ __forceinline__ void agree_on(const KeyTile&) {}
     __device__ __forceinline__ bool ordinary() const { return false; }
-    __device__ __forceinline__ bool biased() const { return false; }
 };
 
 struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
@@ -67,7 +66,13 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     __device__ __forceinline__ void look_for_keys(int block) {
         constexpr int when = proceeds_early ? middle / 2 : value_steps / 2;
         if (block == when) arrived = ptx::mbarrier_passed(shared.barrier(k_full + k.stage), k.phase);
-        if (later_tiles_vary && block == when + 1 && arrived) next = shared.code(k.stage);
+        if (later_tiles_vary && block == when + 1 && arrived) next = told();
+    }
+
+    // What came with the next keys.
+    __device__ __forceinline__ KeyTile told() const {
+        if constexpr (told_bias) return {shared.code(k.stage).code | shared.hiding(k)};
+        return shared.code(k.stage);
     }
 
     template <bool first = false>
@@ -75,7 +80,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         if constexpr (later_tiles_vary) tile = next;
         if (!__all_sync(~0u, arrived)) {
             ptx::mbarrier_wait(shared.barrier(k_full + k.stage), k.phase);
-            if constexpr (later_tiles_vary) tile = shared.code(k.stage);
+            if constexpr (later_tiles_vary) tile = told();
         }
         if constexpr (!later_tiles_vary) tile = counted_tile(p, first, top_tile(p, work), tile, lowest_tile(work));
         arrived = false;
@@ -99,7 +104,8 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     template <class Beside>
     __device__ __forceinline__ void issue_scores(const Beside& beside) {
         compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
-        if (splits && (!told_bias || biased())) add_parts(s, shared.halves(), shared.key_bias(k.stage));
+        if constexpr (splits) add_parts(s, shared.halves(), shared.key_bias(k.stage));
+        ptx::wgmma_commit();
     }
 
     // Line 15; the sum is divided by l at the row's end.
@@ -132,14 +138,12 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     struct Completion {
         AskedRows asked;
         Bias<bias_form> bias;
-        KeyTile counted;  // as it came; in one lane
     };
     __device__ __forceinline__ void prepare(Completion& with, int step) {
         if constexpr (cfg::split_score) {
             if (cfg::row_offsets && step == 0) find_offsets();
         } else if constexpr (cfg::score) with.asked.ask(step, score_steps, p, work, row(), first_key());
         if constexpr (bias_ahead) read_bias(with, step, score_steps);
-        if (cfg::split_bias && !told_bias && step == 0) with.counted = threadIdx.x % 32 == 0 ? shared.code(k.stage) : KeyTile{0};
     }
     __device__ __forceinline__ void find_offsets() {
         const Work& at = shared.work(q.stage);  // of registers there are few
@@ -167,17 +171,21 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         if (!search_beside && may_cut && is_cut()) search(0, 1);
     }
 
-    // The scores are there: their keys' buffer goes back at once, since only a few are under way.
+    // The scores are there: their keys' buffer goes back at once, since only a few are under way, unless their bias may be asked for once more.
     __device__ __forceinline__ void finish_scores(Completion& with) {
         ptx::wgmma_pin(s);
-        if constexpr (cfg::split_bias && !told_bias)
-            if (uniform(with.counted.hides())) hide_scores(s, shared.key_bias(k.stage));
         if constexpr (bias_late) {
             read_bias(with, 0, 1);
             complete(with);
         }
-        release_keys();
+        if constexpr (!hides_late) release_keys();
         if constexpr (completes && !bias_late) complete(with);
+    }
+
+    // Keys that the bias hides, whose scores are -inf, or NaN, whatever they hold.
+    __device__ __forceinline__ void hide_keys_late() {
+        if constexpr (hides_late)
+            if (uniform(shared.hiding(k) != 0)) hide_scores(s, shared.key_bias(k.stage));
     }
 
     __device__ __forceinline__ void complete(const Completion& with) {
@@ -197,7 +205,8 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         const RandomStream stream = cfg::dropout ? random_stream(p.dropout, work.batch, work.head) : RandomStream{};
         const i32 key = first_key();
         refine_scores(may_cut);
-        const bool grown = follow(state, factor, s, settled);
+        const bool grown = follow(state, factor, s, settled, [&] { hide_keys_late(); });
+        if constexpr (hides_late) release_keys();
         exponentiate(state, s, [&](int block, const float (&sums)[4]) {
             look_for_keys(block);
             if (early && block == middle) proceed<true>(last, fminf(fminf(sums[0], sums[1]), fminf(sums[2], sums[3])));

@@ -20,8 +20,10 @@ constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, m
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
 // Else no key tile is hidden, only a row's first one, where its keys end, may be cut, and tiles are counted, not told.
 constexpr bool later_tiles_vary = !(unmasked || cfg::diagonal) || plain;
-constexpr bool told_bias = cfg::split_bias && later_tiles_vary;  // with tiles comes what their bias asks for; else products always add it
+constexpr bool told_bias = cfg::split_bias && later_tiles_vary;  // each tile is asked whether its bias hides keys; else only where scores are not settled
 constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || (cfg::bias_keys && !cfg::split_bias);  // by all threads, in what comes with them
+// What comes with keys beside them is another warp's work: all that the producer does, two warps of consumers of its scheduler wait for.
+constexpr bool has_companion = splits || cfg::bias_tiles;
 // A tile's tangent, where there is one, lies behind it; so does the output's.
 constexpr bool has_tangents = cfg::moves || cfg::tv;
 constexpr int q_part = slabs * cfg::block_m * row_bytes, q_bytes = (1 + cfg::tq) * q_part;
@@ -77,15 +79,15 @@ struct alignas(16) Work {
 };
 
 // Which part of its row tile's keys it has, of how many, and the number of the row tile.
-struct alignas(16) Part {
+struct Part {
     i32 number, count, tile;
 };
 
 // A key tile as it travels to the consumers, with its buffer of k.
 struct KeyTile {
     u32 code;  // number (of tiles there are fewer than 2^24, or 2^22) and, in the low bits, what the consumers must know
-    static constexpr int flags = cfg::split_bias ? 10 : 8;
-    static constexpr i32 biased_bit = 256, hides_bit = 512;
+    static constexpr int flags = cfg::split_bias ? 9 : 8;
+    static constexpr i32 hides_bit = 256;
     static constexpr i32 hidden_bit = 1, partial_bit = 8;  // << warpgroup
     static constexpr i32 dead_bit = 64, last_bit = 128, hidden_bits = 7, partial_bits = 56;
     __device__ __forceinline__ static constexpr KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << flags | bits)}; }
@@ -99,8 +101,7 @@ struct KeyTile {
     __device__ __forceinline__ bool partial() const { return code & partial_bits; }
     __device__ __forceinline__ bool dead() const { return code & dead_bit; }  // no row sees some key: its v may be NaN
     __device__ __forceinline__ bool last() const { return code & last_bit; }  // of its row tile
-    // Where tensor cores add the bias of keys: some key has one, or one that hides it.
-    __device__ __forceinline__ bool biased() const { return code & biased_bit; }
+    // Where tensor cores add the bias of keys: it hides one.
     __device__ __forceinline__ bool hides() const { return cfg::split_bias && code & hides_bit; }
     // Nothing need be done to single scores.
     __device__ __forceinline__ bool ordinary() const { return !(code & (hidden_bits | partial_bits | hides_bit)); }
@@ -147,8 +148,9 @@ constexpr int list_at = work_at + 16 * cfg::q_stages;
 constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
 constexpr int mail_at = codes_at + 4 * cfg::stages;
 constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
-constexpr int parts_at = (bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0) + 15) / 16 * 16;
-constexpr int shared_bytes = cfg::split ? parts_at + static_cast<int>(sizeof(Part)) * cfg::q_stages : bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
+constexpr int hiding_at = bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
+constexpr int parts_at = hiding_at + (cfg::split_bias ? 8 * cfg::stages : 0);
+constexpr int shared_bytes = parts_at + (cfg::split ? static_cast<int>(sizeof(Part)) * cfg::q_stages : 0);
 
 // A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
 // too few.
@@ -166,6 +168,8 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
     __device__ __forceinline__ u32 key_bias(u32 stage) const { return address + key_bias_at + stage * key_bias_bytes; }
     __device__ __forceinline__ u32 halves() const { return address + halves_at; }
+    // The bits of a key tile whose bias hides keys, of two rounds of the ring: the producer asks late.
+    __device__ __forceinline__ i32& hiding(const Slot<cfg::stages>& k) const { return at<i32>(hiding_at, k.phase * cfg::stages + k.stage); }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
     __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }
@@ -181,7 +185,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(q_empty + stage), 32 * warps);
     }
     for (int stage = 0; stage < cfg::stages; ++stage) {
-        ptx::mbarrier_init(shared.barrier(k_full + stage), cfg::bias_keys || cfg::split_score ? 1 + 32 : 1);
+        ptx::mbarrier_init(shared.barrier(k_full + stage), splits || cfg::bias_keys ? 1 + 32 : has_companion ? 2 : 1);
         ptx::mbarrier_init(shared.barrier(k_empty + stage), keys_are_read ? 32 * warps : warps);
         ptx::mbarrier_init(shared.barrier(v_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(v_empty + stage), warps);
@@ -190,7 +194,7 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     // All lanes write lists, and all read lists and mail.
     ptx::mbarrier_init(shared.barrier(raw_empty), 32);
     ptx::mbarrier_init(shared.barrier(list_full), 32);
-    ptx::mbarrier_init(shared.barrier(list_empty), 32);
+    ptx::mbarrier_init(shared.barrier(list_empty), has_companion ? 64 : 32);
     ptx::mbarrier_init_fence();
 }
 

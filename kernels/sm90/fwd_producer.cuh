@@ -42,26 +42,8 @@ struct LoadedKeyBias {
     }
 };
 
-// Stores what tensor cores add to the products of a tile's keys, of_key(i) being that of the lane's i-th.
-template <class OfKey>
-__device__ __forceinline__ void store_parts(u32 rows, u32 lane, const OfKey& of_key) {
-    rows += part_bytes * ptx::opaque(static_cast<i32>(lane));
-    unroll<(cfg::block_n + 31) / 32>([&](int i) {
-        const BiasParts parts(of_key(i));
-        if (32 * i + lane < cfg::block_n) ptx::store_shared_v4(rows + 32 * part_bytes * i, parts.pair, parts.third, 0, 0);
-    });
-    ptx::async_proxy_fence();
-}
-
-// The same of a bias; returns what must be known of the tile.
-__device__ __forceinline__ i32 store_bias(const Params& p, const LoadedKeyBias& bias, u32 rows, u32 lane) {
-    bool some = false, hides = false;
-    store_parts(rows, lane, [&](int i) {
-        const float x = bias_of_product(p, bias.of[i]);
-        some |= x != 0.0f, hides |= x == minus_infinity();
-        return x;
-    });
-    return (uniform(some) ? KeyTile::biased_bit : 0) | (uniform(hides) ? KeyTile::hides_bit | KeyTile::dead_bit : 0);
+__device__ __forceinline__ void load_bias_tile(const Params& p, const ptx::TensorMap& map, u32 tile, u32 full, const BiasPlace& of, i32 key) {
+    load_tile<cfg::block_m, bias_slabs>(map, tile, full, ptx::evict_normal, of.row, {p.bias, of.query_head, of.batch}, key);
 }
 
 template <class Beside = Alone>
@@ -77,7 +59,7 @@ struct Producer {
 
     // With the bias that travels with them; one that is broadcast along rows may leave keys that no row sees.
     __device__ __forceinline__ void load_keys(Source& from) {
-        if constexpr (cfg::bias_keys) {
+        if constexpr (cfg::bias_keys && !cfg::split_bias) {
             const LoadedKeyBias bias = load_bias(from);
             issue_keys(from);
             if (bias.store(shared.key_bias(k.stage), lane)) from.tile.code |= KeyTile::dead_bit;
@@ -91,46 +73,15 @@ struct Producer {
         return {p, slice_of(p.bias, from.bias.batch, from.bias.query_head), from.tile.n() * cfg::block_n, lane};
     }
 
-    // A tile's keys and the values of the tile before.  What tensor cores add to the keys is asked for before both copies, and stored behind them.
-    __device__ __forceinline__ void load(Source& from, const Source& before) {
-        if constexpr (cfg::split_bias) {
-            const LoadedKeyBias bias = load_bias(from);
-            issue_keys(from);
-            if (!told_bias && before.tile.exists()) load_values(before);
-            from.tile.code |= store_bias(p, bias, shared.key_bias(k.stage), lane);
-            if (lane == 0) shared.code(k.stage) = from.tile;
-            finish_keys();
-            if (told_bias && before.tile.exists()) load_values(before);
-        } else if constexpr (cfg::split_score) {
-            const i32 key = from.tile.n() * cfg::block_n + ptx::opaque(static_cast<i32>(lane));
-            const SplitScore score(p, from.bias.batch, from.bias.query_head, from.tile.n() * cfg::block_n);
-            float x[(cfg::block_n + 31) / 32];
-            unroll<(cfg::block_n + 31) / 32>([&](int i) { x[i] = score.of_key(key + 32 * i); });
-            issue_keys(from);
-            if (before.tile.exists()) load_values(before);
-            store_parts(shared.key_bias(k.stage), lane, [&](int i) { return x[i]; });
-            finish_keys();
-        } else {
-            load_keys(from);
-            if (before.tile.exists()) load_values(before);
-        }
-    }
-    __device__ __forceinline__ void finish_keys() {
-        ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
-        k.advance();
-    }
-
     __device__ __forceinline__ void issue_keys(const Source& from) {
         const u32 full = shared.barrier(k_full + k.stage);
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         if (lane == 0) {
             shared.code(k.stage) = from.tile;
             const bool with_cols = column_masks > 0 && from.tile.partial(), with_bits = boolean_mask && from.tile.partial();
-            ptx::mbarrier_arrive_expect(full, k_bytes + bias_bytes + (with_cols ? cols_bytes : 0) + (with_bits ? bits_bytes : 0));
+            ptx::mbarrier_arrive_expect(full, k_bytes + (has_companion ? 0 : bias_bytes) + (with_cols ? cols_bytes : 0) + (with_bits ? bits_bytes : 0));
             const i32 key = from.tile.n() * cfg::block_n;
-            if constexpr (cfg::bias_tiles)
-                load_tile<cfg::block_m, bias_slabs>(bias_map, shared.bias(k.stage), full, ptx::evict_normal, from.bias.row,
-                                                    {p.bias, from.bias.query_head, from.bias.batch}, key);
+            if constexpr (cfg::bias_tiles && !has_companion) load_bias_tile(p, bias_map, shared.bias(k.stage), full, from.bias, key);
             load_tile<cfg::block_n, slabs>(k_map, shared.k(k.stage), full, ptx::evict_last, key,
                                            {p.k, from.head, from.batch});
             beside.load_keys(shared.k(k.stage) + k_part, full, key, from.head, from.batch);
@@ -150,10 +101,19 @@ struct Producer {
         }
     }
 
+    // Does the bias hide some key of the tile whose values are next?  Of its keys, in the same place of their ring, all is told then.
+    __device__ __forceinline__ bool hides() const {
+        if constexpr (!cfg::split_bias) return false;
+        ptx::mbarrier_wait(shared.barrier(k_full + v.stage), v.phase);
+        return shared.hiding(v) != 0;
+    }
+
     __device__ __forceinline__ void load_values(const Source& from) {
         u32 full = shared.barrier(v_full + v.stage);
         ptx::mbarrier_wait(shared.barrier(v_empty + v.stage), v.phase ^ 1);
-        if (may_hide_keys && from.tile.dead()) {
+        if constexpr (cfg::split_bias)  // most tiles; by code of their own, whose barrier needs no register of each lane
+            if (!uniform(from.tile.dead() || hides())) return copy_values(from, full);
+        if (may_hide_keys && (cfg::split_bias || from.tile.dead())) {
             // The bytes arrive at the cleaner, who passes the tile on.
             ptx::mbarrier_wait(shared.barrier(raw_empty), raw_phase);
             raw_phase ^= 1;
@@ -163,6 +123,9 @@ struct Producer {
                 if constexpr (cfg::bias_keys) shared.bias_of_mail() = from.bias;
             }
         }
+        copy_values(from, full);
+    }
+    __device__ __forceinline__ void copy_values(const Source& from, u32 full) {
         if (lane == 0) {
             ptx::mbarrier_arrive_expect(full, v_bytes);
             load_tile<cfg::block_n, slabs_v>(v_map, shared.v(v.stage), full, ptx::evict_last,
@@ -194,7 +157,8 @@ struct Producer {
             ptx::mbarrier_arrive(shared.barrier(list_empty));
             for (i32 i = 0; i < count; ++i) {
                 source.tile.code = __shfl_sync(~0u, mine.code, i);
-                load(source, before);
+                load_keys(source);
+                if (before.tile.exists()) load_values(before);
                 before = source;
             }
         }
@@ -204,6 +168,75 @@ struct Producer {
             if (lane == 0) {
                 shared.mail() = {-1, 0, 0};
                 ptx::mbarrier_arrive(shared.barrier(raw_full));
+            }
+        }
+    }
+};
+
+// The producer's companion: follows the planner's lists, as that does, loads tiles of the bias, or stores what tensor cores add to keys.
+struct Companion {
+    const Params& p;
+    const ptx::TensorMap& bias_map;
+    const Shared shared;
+    const u32 lane;
+    Slot<cfg::stages> k;
+    Slot<1> list;
+    static constexpr int own = (cfg::block_n + 31) / 32;  // keys of a lane
+
+    // Stores x[i] of the lane's i-th key.
+    __device__ __forceinline__ void store(const float (&x)[own]) const {
+        const u32 rows = shared.key_bias(k.stage) + part_bytes * lane;
+        unroll<own>([&](int i) {
+            const BiasParts parts(x[i]);
+            if (32 * i + lane < cfg::block_n) ptx::store_shared_v4(rows + 32 * part_bytes * i, parts.pair, parts.third, 0, 0);
+        });
+        ptx::async_proxy_fence();
+    }
+
+    __device__ __forceinline__ void load(i32 first_key, const BiasPlace& of) {
+        const u32 full = shared.barrier(k_full + k.stage);
+        ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
+        if (lane == 0) {
+            ptx::mbarrier_arrive_expect(full, bias_bytes);
+            load_bias_tile(p, bias_map, shared.bias(k.stage), full, of, first_key);
+        }
+        k.advance();
+    }
+
+    __device__ __forceinline__ void split(i32 first_key, const BiasPlace& of) {
+        float x[own];
+        const i32 key = first_key + static_cast<i32>(lane);
+        if constexpr (cfg::split_score) {
+            const SplitScore score(p, of.batch, of.query_head, first_key);
+            unroll<own>([&](int i) { x[i] = score.of_key(key + 32 * i); });
+        } else {
+            const i64 offset = slice_of(p.bias, of.batch, of.query_head);
+            unroll<own>([&](int i) { x[i] = bias_of_product(p, bias_at(p, offset, 0, key + 32 * i)); });
+        }
+        ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
+        store(x);
+        if constexpr (cfg::split_bias) {
+            bool hides = false;
+            unroll<own>([&](int i) { hides |= x[i] == minus_infinity(); });
+            shared.hiding(k) = uniform(hides) ? KeyTile::hides_bit : 0;
+        }
+        ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
+        k.advance();
+    }
+
+    __device__ __forceinline__ void run() {
+        for (;;) {
+            ptx::mbarrier_wait(shared.barrier(list_full), list.phase);
+            list.advance();
+            const KeyTile mine = shared.list().tiles[lane];
+            const i32 count = shared.list().count;
+            const BiasPlace of = shared.bias_of_list();
+            if (count < 0) return;
+            ptx::mbarrier_arrive(shared.barrier(list_empty));
+            for (i32 i = 0; i < count; ++i) {
+                const i32 first_key = KeyTile{__shfl_sync(~0u, mine.code, i)}.n() * cfg::block_n;
+                if constexpr (splits) split(first_key, of);
+                else load(first_key, of);
             }
         }
     }

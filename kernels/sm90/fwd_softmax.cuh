@@ -14,7 +14,7 @@ using Weights = u32[cfg::block_n / 16][4];          // P as A fragments, one per
 // cores have come that far, and other work costs nothing there.
 constexpr int score_steps = cfg::head_dim / 16, value_steps = cfg::block_n / 16;
 
-// S = Q K^T, asynchronous.  q is the address of this warpgroup's rows.
+// S = Q K^T, asynchronous.  q is the address of this warpgroup's rows.  The caller commits.
 template <class Beside>
 __device__ __forceinline__ void compute_s(Scores& s, u32 q, u32 k, const Beside& beside) {
     ptx::wgmma_fence();
@@ -25,7 +25,6 @@ __device__ __forceinline__ void compute_s(Scores& s, u32 q, u32 k, const Beside&
         ptx::Product<cfg::block_n>::ss<is_bfloat16, sign, 0>(s, a, b, step > 0);
         beside(step);
     });
-    ptx::wgmma_commit();
 }
 
 // O += P V, asynchronous.
@@ -159,8 +158,10 @@ __device__ __forceinline__ void find_largest_positive(float (&top)[2], const Sco
 constexpr bool often_negative = cfg::prescaled || splits;  // are all scores of a row in a tile?
 
 // Brings the maximum up to date, and the reference if need be; true when earlier outputs of the warp must be multiplied by
-// factor.  With `settled` the rows are expected to have positive scores and to stay within their limits.
-__device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Scores& s, bool settled) {
+// factor.  With `settled` the rows are expected to have positive scores and to stay within their limits.  What hidden keys may have made of
+// their scores, NaN among it, is never settled: `hide` is called then.
+template <class Hide>
+__device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Scores& s, bool settled, const Hide& hide) {
     float top[2];
     if (settled) {
         find_largest_positive(top, s);
@@ -171,6 +172,7 @@ __device__ __forceinline__ bool follow(Softmax& state, float (&factor)[2], Score
     }
     bool grown = false;
     if (!settled) {
+        hide();
         find_largest(top, s);
         unroll<2>([&](int r) { top[r] = state.real(top[r], r); });
         grown = __any_sync(~0u, top[0] > state.limit[0] || top[1] > state.limit[1]);

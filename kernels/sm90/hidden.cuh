@@ -46,11 +46,6 @@ __device__ __forceinline__ Bits block_rows(const Params& p, const u8* blocks, i3
     return rows;
 }
 
-// Where the words of 64 rows, counted in such, and a key tile begin.
-__device__ __forceinline__ const u64* boolean_bits(const Params& p, i64 instance, i32 rows, i32 n) {
-    return p.table.bits + instance * p.table.bits_instance + rows * p.table.bits_row + n * p.table.bits_tile;
-}
-
 // Does the band alone hide some key of the tile from every row?  The keys it shows to some row are consecutive.
 __device__ __forceinline__ bool band_hides(const Params& p, i32 n) {
     if constexpr (!cfg::band_left && !cfg::band_right) return false;

@@ -120,7 +120,7 @@ struct TangentConsumer {
     // Brings the softmax, the centre and the sums up to date with the tile's scores.
     __device__ __forceinline__ void follow_scores(bool settled) {
         float factor[2], delta[2];
-        const bool grown = follow(state, factor, s, settled);
+        const bool grown = follow(state, factor, s, settled, [] {});
         float chain[4] = {};
         exponentiate(state, s, [&](int block, const float (&)[4]) {
             if constexpr (cfg::moves)

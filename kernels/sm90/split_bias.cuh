@@ -22,7 +22,7 @@ constexpr float outsized = 0x1p127f;
 
 // In units of raw products.
 __device__ __forceinline__ float bias_of_product(const Params& p, float bias) {
-    const float x = __fdividef(bias, fabsf(static_cast<float>(p.scale)));
+    const float x = product_of(bias, __fdividef(1.0f, fabsf(static_cast<float>(p.scale))));
     return fabsf(x) < outsized ? x : bias;
 }
 

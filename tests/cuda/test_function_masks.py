@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cuattn.cuda import call, families, source
+from cuattn.cuda import compile as compiler
 from cuattn.cuda.params import MASK_PARAMS, PARAMS
 from cuattn.masks import BooleanMask, causal_document, from_function
 from tests.cuda.cases import bias_of, sized
@@ -69,33 +70,28 @@ def test_few_bits_are_computed_ahead(n, kind, driver):
     assert (made._tables[0].nbytes > n * n // 8) == (kind == "boolean")
 
 
-READS_BITS = "sm90/fwd.cu", "sm90/bwd.cu", "sm90/bwd_convert.cu", "util/bwd_preprocess.cu"
+PASSES = {
+    "rows": ({"head_dim": 256, "options": {"softcap": 9.0, "dropout_p": 0.1, "rng": 1}}, None, "sm90/bwd_rows.cu"),
+    "bias": ({"bias": bias_of(0, 1, 1, 1)}, None, "sm90/bwd_dbias.cu"),
+    "arrays": ({}, "graph", "sm90/bwd_score.cu"),
+}
 
 
-@pytest.mark.parametrize("operation", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"dropout": 0.1}, {"head_dim": 256, "head_dim_v": 256}, {"head_dim_v": 192}, {"dropout": 0.1, "softcap": 9.0}],
-    ids=str,
-)
-def test_elements_are_computed_ahead_only_for_kernels_that_read_bits(operation, changes, driver):
-    """Others would look for the elements of a boolean mask, and there is none."""
-    p = problem_of(masks=("function",), operation=operation, **changes)
-    made = families.launch_sequence(p, operands(p), [NEIGHBOURS])
-    packed = {table._problem.masks for table in made._tables} == {("boolean",)}
-    assert packed == (operation == "forward" or (p.softcap is None and max(p.head_dim, p.head_dim_v) <= 128))
-    assert not packed or {kernel._found[1] for kernel in made._kernels} <= {*READS_BITS}
-
-
-@pytest.mark.parametrize("score", [None, "gated"])
-def test_passes_ask_the_function(score, driver):
-    case = sized("visible", 300, 400, bias=None if score else bias_of(0, 1, 1, 1))
-    call = prepared(
-        case._replace(mask=lambda *_: from_function(lambda b, h, i, j: (i + j) % 3 > 0, 300, 400)), "backward"
-    )
+@pytest.mark.parametrize("which", PASSES)
+def test_elements_computed_ahead_are_read_as_bits(which, driver):
+    """There is no boolean array then: no kernel's code depends on what its argument says of one."""
+    changes, score, path = PASSES[which]
+    case = sized("ahead", 300, 400, mask=lambda *_: from_function(lambda b, h, i, j: (i + j) % 3 > 0, 300, 400))
+    case = case._replace(**changes)
+    call = prepared(case, "backward", kernel="sm90")
     call = scored(call, SCORES[score](case)) if score else call
     made = families.launch_sequence(call.problem, call.operands, call.masks)
-    assert {table._problem.masks for table in made._tables} == {("function",)}
+    assert {table._problem.masks for table in made._tables} == {("boolean",)}
+    (kernel,) = (kernel for kernel in made._kernels if kernel._found[1] == path)
+    text = source.build(path, dict(kernel._found[3]), kernel._found[-1])
+    other = text.replace("p.boolean", "p.mask")
+    assert text != other
+    assert compiler.compile_cubin(text, "sm_90a", path) == compiler.compile_cubin(other, "sm_90a", path)
 
 
 def test_arguments(driver):

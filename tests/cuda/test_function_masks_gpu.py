@@ -82,6 +82,39 @@ def test_the_bits_of_a_boolean_mask(name, head_dim, kernel):
     same(solved(kernel, *given, FUNCTIONS[name]), expected)
 
 
+def _gated(s, b, h, i, j):
+    return s / (1 + np.exp(-s))
+
+
+def _graph(s, b, h, i, j, distance, x):
+    return s + x[distance[i, j], h]
+
+
+@pytest.mark.parametrize("options", ["softcap", "dropped softcap", "bias", "gated", "graph"])
+def test_passes_beside_the_main_kernel(options, kernel):
+    """Those of dq behind slopes, of a bias that sequences share, and of arrays read at data."""
+    rng = np.random.default_rng(3)
+    bias, x = rng.standard_normal((1, HEADS, QUERIES, KEYS)).astype(F16), rng.standard_normal((9, HEADS)).astype("f")
+    distance = rng.integers(0, 9, (QUERIES, KEYS)).astype(np.int32)
+    given = {
+        "softcap": {"softcap": 9.0},
+        "dropped softcap": {"softcap": 9.0, "dropout_p": 0.2, "rng": 3},
+        "bias": {"bias": to_device(bias)},
+        "gated": {"score": _gated},
+        "graph": {"score": _graph, "score_args": (to_device(distance), to_device(x))},
+    }[options]
+    mask = from_function(FUNCTIONS["neighbours"], QUERIES, KEYS)
+    found = []
+    for seen in (mask, to_device(np.ascontiguousarray(mask.dense()))):
+        q, k, v, do = arrays(128 if "softcap" in options else 64)
+        fwd = cuattn.forward(q, k, v, mask=seen, kernel=kernel, **given)
+        grads = cuattn.backward(do, q, k, v, fwd, mask=seen, kernel=kernel, deterministic=options != "graph", **given)
+        parts = [*fwd[:3], *grads[:3], *(part for part in (grads.dbias, *(grads.dscore or ())) if part is not None)]
+        found.append([part.get() for part in parts])
+    for one, other in zip(*found, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": "bottom_right"}, {"window": (100, 30, "top_left")}], ids=str)
 def test_beside_other_masks(options, kernel):
     rng = np.random.default_rng(2)

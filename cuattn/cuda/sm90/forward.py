@@ -258,7 +258,7 @@ class Cut:
         if self.bias_form == "tiles":
             return self._biased_tile()
         widest, _, tile, few = next(row for row in _TILES if self.head_dim <= row[0] and self.head_dim_v <= row[1])
-        if self.bias_form == "loads" or is_long(problem):
+        if self.bias_form == "loads" or is_long(problem) or self._is_full():
             tile = tile._replace(block_n=_FEW_KEYS, stages=max(tile.stages, 3) if widest <= 128 else tile.stages)
         elif problem.softcap is not None or problem.dropout or (described and self.bias_form):
             tile = tile._replace(block_n=few)
@@ -278,6 +278,11 @@ class Cut:
     def _is_described(self) -> bool:
         """Whether partial tiles' keys come with what they say of their rows, which takes room."""
         return bool({"column", "boolean"} & {*self.problem.masks})
+
+    def _is_full(self) -> bool:
+        """Whether an array read by keys, a bias of keys and dropout's numbers leave no registers for more keys."""
+        problem = self.problem
+        return bool(problem.score is not None and self.bias_form and problem.dropout and reads(problem.score, J))
 
     def _is_crowded(self) -> bool:
         """Whether three warpgroups have no registers for what is done to single elements."""
@@ -330,12 +335,9 @@ class Cut:
         tiles += HALVES_BYTES * self._splits
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
-        mail += 24 * (bool(self.bias_form) or self.split_score is not None)
-        return (
-            pad(pad(tiles + barriers, 16) + mail, 16) + 16 * q_stages
-            if self.splits > 1
-            else pad(tiles + barriers, 16) + mail
-        )
+        mail += 24 * (bool(self.bias_form) or self.split_score is not None) + 8 * stages * self.split_bias
+        mail += 12 * q_stages * (self.splits > 1)
+        return pad(tiles + barriers, 16) + mail
 
     def divide(self, multiprocessors: int) -> None:
         """Divide the keys of long rows into parts where so many multiprocessors are done sooner with them."""

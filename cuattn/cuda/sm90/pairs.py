@@ -20,6 +20,7 @@ from cuattn.cuda.params import BATCH_AXES
 from cuattn.cuda.sm80 import backward as portable
 from cuattn.cuda.sm80.score_gradients import HEADS, SCORE_SUMS, Pass, ScoreGradients
 from cuattn.cuda.sm80.tiles import BackwardTile
+from cuattn.cuda.sm90.forward import is_long
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import DTYPES, Problem
@@ -103,7 +104,15 @@ class ElementPass:
         warpgroups = _WARPGROUPS if call.problem.masks or not own else _MORE
         tile = {"block_m": TILE[0], "block_n": TILE[1], "stages": stages, "pair_warpgroups": warpgroups}
         grad = DTYPES[call.arrays[name].dtype].cuda
-        constants = {**constants, **tile, **self._sums, "split": split, "bias_grad": grad, "inputs": False}
+        constants = {
+            **constants,
+            **tile,
+            **self._sums,
+            "split": split,
+            "bias_grad": grad,
+            "inputs": False,
+            "dp_late": False,
+        }
         instances = self._blocks // self._splits
         values = {
             **tile_counts(call.problem, TILE),
@@ -197,6 +206,7 @@ class PairScoreGradients(ScoreGradients):
             "shared": made.shared,
             "sharers": sharers,
             "inputs": inputs,
+            "dp_late": is_long(self.problem),
             "pair_warpgroups": _WARPGROUPS,
         }
         values = {

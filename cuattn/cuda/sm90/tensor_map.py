@@ -30,7 +30,6 @@ _PROMOTE_256B = 3
 _MAX_STRIDE = 1 << 40
 _RANK = 4
 _FEW_BITS = 8 << 20  # bytes
-_BITS_HEAD_DIM = 128  # up to which one kernel is the backward
 _OF_KEYS = ("k", "v", "tk", "tv")  # operands that come in boxes of keys
 _MAPS_KEPT = 64  # addresses of one operand whose maps are kept
 
@@ -40,16 +39,6 @@ def takes_few_bits(problem: Problem, leading: Sequence[int]) -> bool:
     q_bytes = problem.instances * problem.n_queries * problem.head_dim * problem.dtype.itemsize
     bits = math.prod(leading) * problem.n_queries * problem.n_keys
     return bits // 8 <= max(_FEW_BITS, q_bytes // 4)
-
-
-def reads_bits_alone(problem: Problem) -> bool:
-    """Return whether no kernel of a call asks a mask for single elements.
-
-    A backward's kernels beside the main one do: that of dq for wide heads, or beside slopes, and the passes for biases
-    and arrays.
-    """
-    alone = problem.bias is None and problem.score is None and problem.softcap is None
-    return problem.operation == "forward" or (alone and max(problem.head_dim, problem.head_dim_v) <= _BITS_HEAD_DIM)
 
 
 class TensorMap(NamedTuple):
@@ -152,11 +141,9 @@ class MappedCall(Call):
         With dropout tiles without any mask are larger: a mask that hides nothing is a band without ends then.  With a
         bias tiles with a band are, too.
 
-        A mask function is computed ahead and read as a boolean mask is, where its bits take little room and are all
-        that kernels read.
+        A mask function is computed ahead and read as a boolean mask is, where its bits take little room.
         """
-        few = problem.masks == ("function",) and takes_few_bits(problem, masks[0].leading)
-        if few and reads_bits_alone(problem):
+        if problem.masks == ("function",) and takes_few_bits(problem, masks[0].leading):
             return replace(problem, masks=("boolean",)), masks
         alone = problem.masks == ("column",) and problem.band is None and problem.bias is None
         reach = masks[0].reach if alone else None

@@ -219,7 +219,13 @@ def test_passes_spills():
         stages, shared_bytes = ring(variant, constants["split_delta"], own, H200.shared_bytes)
         assert shared_bytes + own <= H200.shared_bytes
         constants |= {"block_m": TILE[0], "block_n": TILE[1], "stages": stages, "split": False, "sum_rows": False}
-        constants |= {"sum_keys": False, "inputs": False, "pair_warpgroups": 2 if variant.masks else 4, **more}
+        constants |= {
+            "sum_keys": False,
+            "inputs": False,
+            "dp_late": False,
+            "pair_warpgroups": 2 if variant.masks else 4,
+            **more,
+        }
         (used,) = kernel_resources("sm90/bwd_dbias.cu", tuple(constants.items()), ARCH).values()
         assert used.stack == 0, (variant, used)
         check = f'#include "sm90/bwd_pairs.cuh"\nstatic_assert(sm90::pairs::own_at == {shared_bytes});\n'
