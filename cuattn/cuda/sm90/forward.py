@@ -1,16 +1,16 @@
 """The forward for compute capability 9.0: when and with which tiles, tensor maps, a ticket, one launch."""
 
 import functools
-import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, row_strides, steps_of, tile_counts
 from cuattn.cuda.constants import Constants, function_of, problem_constants
 from cuattn.cuda.device import COUNTERS, Device
 from cuattn.cuda.sm80 import forward as portable
-from cuattn.cuda.sm90 import tensor_map
+from cuattn.cuda.sm90 import parts, tensor_map
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -36,12 +36,9 @@ _GAIN = 1.3  # what the portable kernel must promise before it is taken, unless 
 _SMALLER = 8
 
 
-# Parts of keys: a row's end, in steps of a key tile; what it takes to leave a part, and to add up each; by how much all
-# must be done sooner.
-_END, _MERGE, _MERGE_OF_PART, _GAIN_OF_PARTS = 1.0, 1.0, 0.5, 0.95
-_LEAST_PART, _MOST_PARTS = 4, 16  # key tiles of a part, and parts of a row
-_MOST_DIVIDED = 4  # row tiles of a multiprocessor, from which on parts gain nothing
-_COUNTED = 1 << 15  # key tiles are counted in 16 bits
+_COUNTED = 1 << 15  # key tiles of rows in parts are counted in 16 bits
+_LOWER = 0.78  # of the time that a key tile takes beside 192 rows, it takes beside 128
+_TILE_ROWS, _PACKED = 128, 0.9  # of most tiles; the share of a group's row tiles that must do for heads to be packed
 
 _TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of which there may be one
 
@@ -187,34 +184,10 @@ def scaling(problem: Problem, split_bias: bool = False, score: Node | None = Non
     return {"prescaled": prescaled, "negate": negate, **split}
 
 
-def makespan(lengths: Sequence[int], most: int, slots: int) -> float:
-    """Return when all row tiles are done, in steps of a key tile, if their parts have at most so many key tiles.
-
-    Parameters
-    ----------
-    lengths : sequence of int
-        Key tiles of each row tile, the longest first.
-    most : int
-        Key tiles of a part.
-    slots : int
-        Blocks that work side by side; each takes the next part when it is done with one.
-
-    Examples
-    --------
-    >>> makespan([8, 8, 8], 8, 2) - makespan([8, 8, 8], 8, 3)
-    9.0
-    """
-    parts = [cdiv(length, most) for length in lengths]
-    costs = (
-        length / n + _END + (n > 1) * (_MERGE + _MERGE_OF_PART * n) for length, n in zip(lengths, parts, strict=True)
-    )
-    if lengths[0] == lengths[-1]:
-        return cdiv(len(lengths) * parts[0], slots) * next(costs)
-    done = [0.0] * slots
-    for cost, n in zip(costs, parts, strict=True):
-        for _ in range(n):
-            heapq.heapreplace(done, done[0] + cost)
-    return max(done)
+def is_plain(problem: Problem) -> bool:
+    """Whether all rows see all keys, and nothing is done to single elements."""
+    changed = problem.bias is not None or problem.softcap is not None or problem.score is not None
+    return not (problem.masks or problem.band is not None or changed or problem.dropout)
 
 
 class Cut:
@@ -340,42 +313,49 @@ class Cut:
         return pad(tiles + barriers, 16) + mail
 
     def divide(self, multiprocessors: int) -> None:
-        """Divide the keys of long rows into parts where so many multiprocessors are done sooner with them."""
-        problem = self.problem
-        if not self._may_divide or self.blocks > _MOST_DIVIDED * multiprocessors:
+        """Choose lower tiles, and divide long rows' keys into parts, where so many multiprocessors are done sooner."""
+        if not is_plain(replace(self.problem, band=None)) or self.problem.twin or self._is_window:
             return
-        lengths = [length for length in self._row_lengths() for _ in range(problem.instances)]
-        least = _GAIN_OF_PARTS * makespan(lengths, lengths[0], multiprocessors)
-        for parts in range(2, min(lengths[0] // _LEAST_PART, _MOST_PARTS) + 1):
-            most = cdiv(lengths[0], parts)
-            if (found := makespan(lengths, most, multiprocessors)) < least:
-                least, self.splits, self.split_tiles = found, cdiv(lengths[0], most), most
+        chosen, time = self.tile, math.inf
+        for tile, cost in self._heights():
+            found = parts.divide(self._row_lengths(tile), multiprocessors, self._may_divide(tile))
+            if cost * found.time < parts.GAIN * time:
+                chosen, time, (_, self.splits, self.split_tiles) = tile, cost * found.time, found
+        self.tile, self.counts = chosen, self.counts | tile_counts(self.problem, chosen)
         if self.splits > 1:
             self.counts |= {"splits": self.splits, "split_tiles": self.split_tiles}
 
     @property
-    def _may_divide(self) -> bool:
+    def _is_window(self) -> bool:
+        """Whether rows may end elsewhere than at their last key or the diagonal, or no plan knows where."""
         problem, band = self.problem, self.problem.band
-        if band is not None and (band.left is not None or band.right is None or problem.placed):
-            return False
-        changed = problem.bias is not None or problem.softcap is not None or problem.score is not None
-        written = problem.head_dim_v <= _SPLIT_HEAD_DIM
-        counted = self.counts["key_tiles"] < _COUNTED and self._warpgroups < COUNTERS
-        return written and counted and not (problem.masks or changed or problem.dropout or problem.twin)
+        return band is not None and (band.left is not None or band.right is None or problem.placed)
+
+    def _heights(self) -> Iterator[tuple[Tile, float]]:
+        """Yield tiles of other heights, and what one of their steps costs beside one of the first."""
+        yield self.tile, 1.0
+        if self.tile.block_m == 192:
+            yield self.tile._replace(block_m=128), _LOWER
+
+    def _may_divide(self, tile: Tile) -> bool:
+        problem, counts = self.problem, tile_counts(self.problem, tile)
+        warpgroups = counts["row_tiles"] * problem.instances * tile.block_m // WARPGROUP_ROWS
+        fits = problem.head_dim_v <= _SPLIT_HEAD_DIM and counts["key_tiles"] < _COUNTED
+        return fits and warpgroups < COUNTERS
 
     @property
     def _warpgroups(self) -> int:
         """Row tiles of warpgroups."""
         return self.blocks * self.tile.block_m // WARPGROUP_ROWS
 
-    def _row_lengths(self) -> list[int]:
-        """Return how many key tiles each row tile of a head sees, the longest first."""
-        problem, (block_m, block_n, *_), band = self.problem, self.tile, self.problem.band
+    def _row_lengths(self, tile: Tile) -> list[int]:
+        """Return how many key tiles each row tile sees, the longest first."""
+        problem, (block_m, block_n, *_), band = self.problem, tile, self.problem.band
         rows = range(problem.n_queries, 0, -block_m)  # where they end
         if band is None:
-            return [self.counts["key_tiles"]] * len(rows)
+            return [cdiv(problem.n_keys, block_n)] * (len(rows) * problem.instances)
         ends = (min(end + band.right + band.offset, problem.n_keys) for end in rows)
-        return [max(cdiv(end, block_n), 1) for end in ends]
+        return [max(cdiv(end, block_n), 1) for end in ends for _ in range(problem.instances)]
 
     def slow_reason(self, device: Device) -> str | None:
         """Say why the portable kernel would sooner be done, or return None.
@@ -405,8 +385,7 @@ class Cut:
         problem, (block_m, block_n, *_), band = self.problem, self.tile, self.problem.band
         if band is None or band.left is not None or band.right is None or block_m != block_n or problem.placed:
             return False
-        changed = problem.bias is not None or problem.softcap is not None or problem.score is not None
-        return not (problem.masks or changed or (band.right + band.offset) % block_n)
+        return is_plain(replace(problem, band=None)) and not (band.right + band.offset) % block_n
 
     @property
     def notes(self) -> list[str]:
@@ -442,8 +421,40 @@ class Cut:
         }
 
 
+class Rows(NamedTuple):
+    """An array's look with some of its axes joined."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    data: Any
+    device: Any
+
+
+def pack(problem: Problem, operands: Mapping[str, Any]) -> tuple[Problem, Mapping[str, Any]]:
+    """Return a call whose rows are those of all heads that share keys, where these lie one after another and are few.
+
+    Results lie in memory as the call's own do.
+    """
+    q, group, n_queries = operands["q"], problem.group, problem.n_queries
+    *leading, head, row, column = q.strides
+    gains = pad(group * n_queries, _TILE_ROWS) < _PACKED * group * pad(n_queries, _TILE_ROWS)
+    if not gains or not is_plain(problem) or not (n_queries == 1 or head == n_queries * row):
+        return problem, operands
+    shape = (*problem.batch, problem.kv_heads, group * n_queries, problem.head_dim)
+    row = head if n_queries == 1 else row
+    joined = Rows(shape, (*leading, group * n_queries * row, row, column), q.dtype, q.data, q.device)
+    return replace(problem, heads=problem.kv_heads, n_queries=group * n_queries), {**operands, "q": joined}
+
+
 class Forward(MappedCall):
     """One launch of persistent blocks."""
+
+    def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
+        self.group = problem.group
+        if problem.operation == "forward":
+            problem, operands = pack(problem, operands)
+        super().__init__(problem, operands, masks)
 
     cut_class = Cut
     problem_reason = staticmethod(unsupported_reason)
@@ -470,4 +481,7 @@ class Forward(MappedCall):
         launched = cut.path, "attention_forward", constants, work, warps, cut.counts, (*tile, WARPGROUP_ROWS)
         beside = {"bias": "bias"} if cut.bias_form == "tiles" else {}
         self.add_mapped(*launched, size, ("o",), beside, cut.tile.min_blocks)
-        return self.planned(cut.path, tile, warps, size, constants, *cut.notes)
+        notes = cut.notes
+        if self.problem.group < self.group:
+            notes = [*notes, f"{self.group} query heads share a tile and its keys"]
+        return self.planned(cut.path, tile, warps, size, constants, *notes)

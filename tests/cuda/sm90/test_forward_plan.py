@@ -107,7 +107,7 @@ def test_parts_of_keys_fill_the_device(n_keys, n_queries):
     assert cut.splits == 1 or -(-tiles // cut.split_tiles) == cut.splits
     assert cut.splits > 1 or 2 * cut.blocks > 132 or tiles < 8
     arrays, counters = cut.scratch
-    assert counters == (cut.splits > 1) * cut.blocks * 3
+    assert counters == (cut.splits > 1) * cut.blocks * cut.tile.block_m // 64
     assert sum(x.nbytes for x in arrays.values()) == counters * cut.splits * 64 * 4 * (64 + 8)
 
 
@@ -118,10 +118,10 @@ def test_parts_of_keys_fill_the_device(n_keys, n_queries):
         {"dropout": 6554},
         {"softcap": 3.0},
         {"bias": BF16},
-        {"out_dtype": FLOAT32},
         {"head_dim": 256, "head_dim_v": 256},
         {"band": Band(10, 0, 0)},
         {"band": CAUSAL, "placed": True},
+        {"twin": True},
         {"batch": (16,)},
         {"n_keys": 512, "n_queries": 512, "heads": 1, "kv_heads": 1},
     ],
@@ -151,6 +151,19 @@ def test_rows_that_stay_whole(changes):
 )
 def test_where_causal_key_tiles_are_counted(changes, counted):
     assert Cut(problem(**{"band": CAUSAL, **changes})).constants["diagonal"] is counted
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"batch": (1,), "n_queries": 2048, "n_keys": 2048}, 128),  # 256 tiles in two rounds, where 176 take two, too
+        ({"batch": (1,), "n_queries": 2048, "n_keys": 2048, "twin": True}, 192),
+        ({"batch": (8,)}, 192),
+        ({"batch": (1,), "heads": 2, "kv_heads": 2, "n_queries": 16384, "n_keys": 16384}, 192),
+    ],
+)
+def test_heights_of_tiles(changes, rows):
+    assert divided(problem(64, **changes)).tile.block_m == rows
 
 
 def test_causal_heads_share_the_cache():
