@@ -9,7 +9,8 @@ from cuattn.io_model.sizes import cdiv
 # In steps of a key tile: a row's end; what it takes to leave a part, and to add up each.
 _END, _MERGE, _MERGE_OF_PART = 1.0, 1.0, 0.5
 _LEAST_PART = 4  # key tiles
-_MOST_PARTS, _MOST_OF_UNEQUAL = 16, 4  # of a row
+_MOST_PARTS = 16  # of a row
+_SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the longest row, as parts of rows of unequal length may have
 _MOST_SIMULATED = 600  # row tiles of unequal length; of more, longest first, all multiprocessors are done at once
 GAIN = 0.95  # by how much what is unusual must be done sooner
 
@@ -71,10 +72,17 @@ def divide(lengths: Sequence[int], slots: int, divisible: bool) -> Division:
     (6, 11)
     """
     best = Division(makespan(lengths, lengths[0], slots), 1, lengths[0])
-    most = _MOST_PARTS if lengths[0] == lengths[-1] else _MOST_OF_UNEQUAL if len(lengths) <= _MOST_SIMULATED else 1
-    for parts in range(2, min(lengths[0] // _LEAST_PART, most) + 1) if divisible else ():
-        tiles = cdiv(lengths[0], parts)
+    for tiles in _shorter(lengths) if divisible else ():
         time = makespan(lengths, tiles, slots)
         if time < (GAIN if best.parts == 1 else 1) * best.time:
             best = Division(time, cdiv(lengths[0], tiles), tiles)
     return best
+
+
+def _shorter(lengths: Sequence[int]) -> list[int]:
+    """Return how many key tiles parts may have, the longest first."""
+    longest = lengths[0]
+    if longest == lengths[-1]:
+        return [cdiv(longest, parts) for parts in range(2, min(longest // _LEAST_PART, _MOST_PARTS) + 1)]
+    found = [int(longest * share) for share in _SHARES] if len(lengths) <= _MOST_SIMULATED else []
+    return [tiles for tiles in found if tiles >= _LEAST_PART]

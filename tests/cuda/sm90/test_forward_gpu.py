@@ -44,6 +44,7 @@ OWN = [
     Case("hopper 192 128", head_dim=192, head_dim_v=128),
     *PARTS,
     sized("hopper corners", 1200, 1328, 128, batch=(3,), heads=40, kv_heads=8, options={"is_causal": "bottom_right"}),
+    sized("hopper corners above", 1400, 1144, 128, options={"is_causal": "bottom_right"}),
     sized("hopper corners below", 1300, 1056, 128, heads=4, options={"is_causal": "top_left"}),
     sized("hopper packed", 24, 2500, 128, heads=8, kv_heads=2),
     sized("hopper packed d64", 40, 700, heads=12, kv_heads=2, dtype=F16),
