@@ -1,4 +1,4 @@
-"""Redraw everything that is shown from the committed rows, without a GPU: pictures, tables, the README's section.
+"""Redraw everything that is shown from the committed rows, without a GPU: pictures, tables, the READMEs' sections.
 
 python -m bench.redraw                   # pictures and text
 python -m bench.redraw --text            # text alone
@@ -13,13 +13,14 @@ from pathlib import Path
 from bench import report, style
 from bench.rows import RESULTS, ROOT
 from bench.sections import PEER_TABLES, SECTIONS
+from bench.sections.speed import said
 
-BEGIN, END = "<!-- measured: written by python -m bench.redraw -->", "<!-- /measured -->"
+BEGIN, END = "<!-- {}: written by python -m bench.redraw -->", "<!-- /{} -->"
 INTRO = """
 Everything below was measured by the commands that it names; `python -m bench.reproduce` runs them all on a machine
 with a GPU, `python -m bench.redraw` makes the pictures and tables again from the committed rows (`pip install -e
 ".[bench]"`; the rivals are PyTorch, JAX and their kin, installed beside it).  Results are checked before they are
-timed; rivals run in turn in one process.  The long tables are in [bench/results/tables.md](bench/results/tables.md).
+timed; rivals run in turn in one process.  The long tables are in [results/tables.md](results/tables.md).
 """.strip()
 
 
@@ -46,16 +47,24 @@ def fill(text, indent=""):
     return textwrap.fill(text, 118, subsequent_indent=indent, break_long_words=False)
 
 
-def readme(folder=RESULTS):
-    """Return the README's section, between its marks."""
+def measured(folder=RESULTS):
+    """Return what stands between the marks of ``bench/README.md``: every section, after the machines."""
     parts, machines = [], {}
     for name, section, rows in available(folder):
         for machine in rows.loc[rows["status"] != "unsupported", "machine"].unique():
             machines.setdefault(machine, []).append(name)
         if section.table or section.figure:
-            parts.append("### " + block(name, section, rows, section.table, "bench/results/", folder))
+            parts.append("### " + block(name, section, rows, section.table, "results/", folder))
     listed = [fill(f"- {machine}: {', '.join(names)}", "  ") for machine, names in sorted(machines.items())]
-    return "\n\n".join([BEGIN, INTRO, "\n".join(listed), *parts, END])
+    return "\n\n".join([INTRO, "\n".join(listed), *parts])
+
+
+def speed(folder=RESULTS):
+    """Return what stands between the marks of the README: a picture, the summary in words."""
+    ((name, _, rows),) = available(folder, {"speed": SECTIONS["speed"]})
+    picture = f"![Speed of cuattn over that of the fastest rival](bench/results/{name}.png)"
+    words, slow = said(rows[rows["status"] == "ok"])
+    return "\n\n".join([picture, fill(words), "\n".join(f"- {of}" for of in slow)])
 
 
 def tables(folder=RESULTS):
@@ -70,22 +79,29 @@ def tables(folder=RESULTS):
     return "\n\n".join(parts) + "\n"
 
 
-def insert(text, section):
-    """Return a README with what stands between the marks replaced."""
-    found, count = re.subn(f"{BEGIN}.*{END}", lambda _: section, text, flags=re.DOTALL)
+WRITTEN = {ROOT / "README.md": ("speed", speed), ROOT / "bench" / "README.md": ("measured", measured)}
+
+
+def insert(text, mark, section):
+    """Return a page with what stands between its marks replaced."""
+    begin, end = BEGIN.format(mark), END.format(mark)
+    found, count = re.subn(f"{begin}.*{end}", lambda _: f"{begin}\n\n{section}\n\n{end}", text, flags=re.DOTALL)
     if not count:
-        raise ValueError(f"the README has no place for the results: expected {BEGIN} and {END}")
+        raise ValueError(f"the page has no place for the results: expected {begin} and {end}")
     return found
 
 
 def draw(folder=RESULTS):
     """Draw every picture."""
-    from bench import denoise, mask_gallery
+    from bench import denoise, mask_gallery, overview
 
     for name, section, rows in available(folder, PEER_TABLES | SECTIONS):
         if section.figure:
-            style.save(section.figure(rows[rows["status"] == "ok"]), folder / f"{name}.png")
-    style.save(mask_gallery.figure(), folder / "masks.png")
+            figure = section.figure(rows[rows["status"] == "ok"])
+            style.save(figure, folder / f"{name}.png", vector=name in SECTIONS)
+    style.save(mask_gallery.figure(), folder / "masks.png", vector=True)
+    for _, _, rows in available(folder, {"lengths": SECTIONS["lengths"]}):
+        style.save(overview.figure(rows[rows["status"] == "ok"]), folder / "overview.png")
     denoise.picture(denoise.photograph(), folder / "denoise.png")
 
 
@@ -99,8 +115,8 @@ def main():
         draw(arguments.folder)
     (arguments.folder / "tables.md").write_text(tables(arguments.folder))
     if arguments.folder == RESULTS:
-        path = ROOT / "README.md"
-        path.write_text(insert(path.read_text(), readme()))
+        for path, (mark, section) in WRITTEN.items():
+            path.write_text(insert(path.read_text(), mark, section()))
     print(f"{arguments.folder} is up to date")
 
 

@@ -1,9 +1,11 @@
 """How everything that is shown looks: names, colours, markdown, axes.  Only figures import matplotlib."""
 
 import numbers
+import statistics
 
 import pandas as pd
 
+NOISE = 0.005  # half a percent either way is called equal
 INK, QUIET, OURS, WORSE = "#22303c", "#6b7a86", "#24658f", "#d9674f"
 PEERS = {  # runner: name, colour
     "cuattn-sm80": ("cuattn, portable kernel", "#5b9bc4"),
@@ -53,6 +55,7 @@ LABELS = {  # column, or another word in a table: what a reader calls it
     "min": "least", "max": "most",
     **dict.fromkeys(("case", "mask", "table", "label", "runner", "direction", "kind", "study"), ""),
 }  # fmt: skip
+MOST = 8  # ratios beyond it are drawn at it, as arrows
 SHADES = ("#24658f", "#d9674f", "#f2a65a", "#7fb285", "#8c6bb1", "#8a949d")  # of what is no runner
 
 
@@ -142,6 +145,38 @@ def bars(axis, frame, numbers=".3g", **labels):
     axis.set(**{"ylabel": "", **labels})
 
 
+def dots(axis, frame, **labels):
+    """Draw a line of dots per line of the frame, one per runner, the first line at the top."""
+    for runner, points in frame.items():
+        axis.plot(points, range(len(frame)), "o", color=colour(runner), label=name(runner), markersize=5)
+    axis.set_yticks(range(len(frame)), frame.index, fontsize=8)
+    axis.invert_yaxis()
+    axis.set(**labels)
+
+
+def ratios(found):
+    """Draw ratios by what they are of and direction: a line each, forward above backward, on a scale of powers of 2."""
+    places = {about: place for place, about in enumerate(dict.fromkeys(about for about, _ in found))}
+    drawn, (axis,) = panels(1, 8.4, 0.8 + 0.32 * len(places))
+    axis.axvspan(1 - NOISE, 1 + NOISE, color=QUIET, alpha=0.4, linewidth=0)
+    for (about, way), values in found.items():
+        place = places[about] + (0.18 if way == "backward" else -0.18)
+        mean = statistics.geometric_mean(values)
+        for x in values:
+            axis.plot(min(x, MOST), place, ">" if x > MOST else "o", color=OURS if x >= 1 - NOISE else WORSE,
+                      alpha=0.5, markersize=5, markeredgewidth=0)  # fmt: skip
+        axis.plot(min(mean, MOST), place, "|", color=INK, markersize=9, markeredgewidth=2, zorder=4)
+    axis.set_yticks(range(len(places)), places, fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xscale("log", base=2)
+    ticks = [0.25, 0.5, 0.7, 1, 1.4, 2, 4, MOST]
+    axis.set_xticks(ticks, [*map(str, ticks[:-1]), f"≥ {MOST}"])
+    axis.set_xlabel(
+        "times the fastest rival's speed\nupper dots forward, lower ones backward; bar: geometric mean", fontsize=9
+    )
+    return drawn
+
+
 def chart(frames, draw=curves, says="ylabel", *, width=4.6, height=3.7, rows=1, columns=None, **options):
     """Return a figure with one legend and a panel per frame, drawn by `curves` or `bars`; its key is what it `says`.
 
@@ -162,6 +197,11 @@ def legend(figure, columns):
     figure.legend(found.values(), found, loc="outside lower center", ncols=min(len(found), columns), frameon=False)
 
 
-def save(figure, path):
-    """Write a figure as PNG."""
+def save(figure, path, vector=False):
+    """Write a figure as PNG, and as SVG beside it where lines are all that it has."""
     figure.savefig(path, dpi=120, facecolor="white")
+    if vector:
+        import matplotlib
+
+        with matplotlib.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})

@@ -3,6 +3,10 @@
 NumPy arrays in, NumPy arrays out on the CPU; CuPy arrays in, CuPy arrays out on the GPU; any other DLPack array
 (PyTorch, JAX) in, the same kind out.
 
+Public are the names in ``__all__`` of this module, of its rooms ``errors``, ``masks``, ``rng``, ``pairwise``,
+``distributed``, ``io_model`` and ``reference``, and of its wrappers ``torch``, ``jax``, ``transformers`` and
+``sklearn``, which need the library they are named after.  All other modules are internal: any version may change them.
+
 Examples
 --------
 >>> import numpy as np, cuattn

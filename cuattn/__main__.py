@@ -1,4 +1,4 @@
-"""``python -m cuattn``: a report, a self-check, and attention on files."""
+"""``python -m cuattn``, as ``cuattn``: a report, a self-check, and attention on files."""
 
 from cuattn.cli import main
 

@@ -449,6 +449,10 @@ def plan(
     ------
     <errors>
 
+    See Also
+    --------
+    attention : takes the same arguments and computes.
+
     Examples
     --------
     >>> import numpy as np, cuattn

@@ -2,7 +2,7 @@
 
 Every one of them is a :class:`CuattnError`, and each also derives from the built-in exception that a NumPy
 user would expect in its place, so existing ``except ValueError`` clauses keep working.  Messages name the
-argument, its value and what was expected.
+argument, its value and what was expected.  The functions here are internal: they check and write what errors say.
 """
 
 import math
@@ -22,12 +22,6 @@ __all__ = [
     "MaskError",
     "ShapeError",
     "UnsupportedError",
-    "as_integer",
-    "as_real",
-    "expect_array",
-    "expect_dtype",
-    "expect_no_tracing",
-    "shown",
 ]
 
 

@@ -114,6 +114,10 @@ def round_keys(key, rounds=ROUNDS):
     keys : list of (int, int) or of (ndarray, ndarray)
         The words (k[0], k[1]) that each round takes, in the type of `key`.
 
+    See Also
+    --------
+    philox4x32 : uses them.
+
     Examples
     --------
     >>> [(hex(low), hex(high)) for low, high in round_keys(RNGState(42).key, 2)]
@@ -139,6 +143,10 @@ def philox4x32(counter, key, rounds=10):
     -------
     words : ndarray, (4, ...), uint32
         The four output words; the other axes are those of the broadcast counter and key.
+
+    See Also
+    --------
+    draws : the 16-bit numbers that are made of it.
 
     Examples
     --------
@@ -175,6 +183,10 @@ def threshold(dropout_p):
         When `dropout_p` is outside [0, 1) or not a number, or so close to 1 that T would be 65536.
     DtypeError
         When `dropout_p` is not a real number.
+
+    See Also
+    --------
+    keep : decides by it.
 
     Examples
     --------
@@ -213,6 +225,10 @@ def draws(state, b, rows, keys):
     ArgumentError
         When an index is outside [0, 2**32).
 
+    See Also
+    --------
+    keep : compares them with a threshold.
+
     Examples
     --------
     >>> draws(RNGState(42), 0, (0, 2), (0, 4))
@@ -245,6 +261,11 @@ def keep(state, T, b, row_range, key_range):
     ArgumentError
         When T is outside [0, 65536) or an index is outside [0, 2**32).
 
+    See Also
+    --------
+    keep_blocks : of blocks from anywhere.
+    threshold : of a probability.
+
     Examples
     --------
     >>> keep(RNGState(42), threshold(0.5), 0, (0, 2), (0, 4)).astype(int)
@@ -274,6 +295,10 @@ def keep_blocks(state, T, b, row_blocks, key_blocks):
     ------
     ArgumentError
         When T is outside [0, 65536), an index is outside [0, 2**32) or a block does not begin at a multiple of 16.
+
+    See Also
+    --------
+    keep : of one range of rows and keys.
 
     Examples
     --------
@@ -318,6 +343,10 @@ def recorded(state, name="fwd.rng_state"):
     DtypeError
         When `state` is none of the above: a generator or None would draw other numbers than the forward did.
 
+    See Also
+    --------
+    resolve : takes what users give.
+
     Examples
     --------
     >>> recorded((7, 1))
@@ -349,6 +378,10 @@ def resolve(rng):
         When the seed is outside [0, 2**64) or the offset outside [0, 2**32).
     DtypeError
         When `rng` is none of the above.
+
+    See Also
+    --------
+    RNGState : what it returns.
 
     Examples
     --------

@@ -2,7 +2,7 @@
 
 What a model's tokens may see comes as a function of two positions, with padding beside it.  Those that Transformers
 makes (causal, sliding window, chunks, packed sequences, and all of them together) let each key be seen by one run of
-rows: so they are a :class:`cuattn.ColumnMask`, made in O(N) where the tensors are.  Any other function becomes a
+rows: so they are a :class:`cuattn.masks.ColumnMask`, made in O(N) where the tensors are.  Any other function becomes a
 boolean matrix, as for PyTorch's own attention.
 """
 

@@ -1,6 +1,9 @@
 """The public names and signatures are a promise."""
 
+import importlib
 import inspect
+import pkgutil
+import re
 
 import pytest
 
@@ -26,6 +29,30 @@ SIGNATURES = {
     "plan": f"(q, k, v, /, *, {SCORES}, rng=None, {KERNEL}, origin=None, out_dtype=None, deterministic=False, "
     "direction='forward')",
 }
+
+
+# Every module at the top is public, or the docstring of cuattn says that it is internal.
+ROOMS = {"errors", "masks", "rng", "pairwise", "distributed", "io_model", "reference"}
+WRAPPERS = {"torch", "jax", "transformers", "sklearn"}
+INTERNAL = {"api", "cli", "cpu", "cuda", "derivatives", "dispatch", "interop", "plans", "problem", "results", "scoring"}
+
+
+def test_the_public_rooms_are_named():
+    text = " ".join(cuattn.__doc__.split())
+    named = text[text.index("Public are") : text.index("All other modules are internal")]
+    assert set(re.findall(r"``(\w+)``", named)) - {"__all__"} == ROOMS | WRAPPERS
+    found = {info.name for info in pkgutil.iter_modules(cuattn.__path__)} - {"__main__"}
+    assert found == ROOMS | WRAPPERS | INTERNAL | {"tracing"}
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_what_rooms_offer_is_their_own(room):
+    """A public name is no module and no import by accident."""
+    module = importlib.import_module(f"cuattn.{room}")
+    assert module.__doc__ and len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        assert not name.startswith("_") and not inspect.ismodule(getattr(module, name)), name
+        assert getattr(getattr(module, name), "__module__", room).startswith((f"cuattn.{room}", room)), name
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

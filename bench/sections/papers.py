@@ -5,7 +5,7 @@ import pandas as pd
 
 from bench.report import Section
 from bench.sections.masks import draw_line, line
-from bench.style import bars, chart
+from bench.style import bars, chart, dots
 
 PANELS = {  # of the figure of bytes: its rows, its axis
     "forward, d 64: tokens": ("study == 'theorem-2' and d == 64 and block == 0", "n"),
@@ -130,7 +130,7 @@ def loop_order(rows):
 def draw_loop_order(rows):
     """Draw dots of bytes and time per problem."""
     parts = {unit: rows.pivot_table(unit, "label", "runner", sort=False) for unit in ("GB", "lectured", "ms")}
-    return chart(parts, height=4.4, style="o", yscale="log")
+    return chart(parts, dots, "xlabel", width=3.6, height=3.2, columns=4, xscale="log")
 
 
 SECTIONS = {

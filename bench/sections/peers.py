@@ -1,18 +1,16 @@
 """Beside all peers: the mean and the worst ratio, where another library is faster, every table case by case."""
 
 import itertools
-import statistics
 
 import numpy as np
 import pandas as pd
 
 from bench.bars import BARS, standings
 from bench.report import Section, by_direction, compared, lines, standing
-from bench.style import INK, OURS, QUIET, WORSE, bars, chart, name, panels
+from bench.style import INK, NOISE, bars, chart, dots, name, panels, ratios
 from bench.suites import SUITES
 
-NOISE = 0.005  # half a percent either way is called equal
-PEAK, PRODUCT = 798, "a matrix product of 8192^3"  # TFLOP/s in bfloat16 on an H200
+PEAK, PRODUCT = 798, "a matrix product of 8192³"  # TFLOP/s in bfloat16 on an H200
 MASKS = {  # the FlashMask paper's tables
     f"masks-{n.lower()}{end}": f"twelve masks, {n} tokens, {d}"
     for (end, d), n in itertools.product((("", "d 128"), ("-d64", "d 64")), ("8K", "32K", "128K"))
@@ -63,23 +61,14 @@ def peers(rows):
 
 
 def draw_peers(rows):
-    """Draw the ratio of every case, a line per table and direction: right of 1 cuattn is faster."""
-    found = {f"{about}, {way}": of["ratio"].dropna() for about, way, of in beside(rows)}
-    drawn, (axis,) = panels(1, 8.0, 0.7 + 0.27 * len(found))
-    axis.axvspan(1 - NOISE, 1 + NOISE, color=QUIET, alpha=0.3, linewidth=0)
-    for place, ratios in enumerate(found.values()):
-        shades = np.where(ratios >= 1, OURS, WORSE)
-        axis.scatter(ratios, [place] * len(ratios), s=22, color=shades, alpha=0.55, linewidths=0, zorder=3)
-        axis.plot(statistics.geometric_mean(ratios), place, "|", color=INK, markersize=12, markeredgewidth=2, zorder=4)
-    axis.set_yticks(range(len(found)), found, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("times the fastest rival's speed (dots: cases; bar: geometric mean; grey: equal)", fontsize=9)
-    return drawn
+    """Draw the ratio of every case, a line per table: right of 1 cuattn is faster."""
+    return ratios({(about, way): of["ratio"].dropna() for about, way, of in beside(rows)})
 
 
 def behind(rows):
     """Return the groups of cases in which a rival is faster, the one that is furthest behind first."""
-    slow = lines(rows).query("ratio < 1 - @NOISE")
+    slow = lines(rows)
+    slow = slow[slow["ratio"] < 1 - NOISE]
     return (
         slow.groupby([slow["table"].map(ABOUT), "direction"])
         .agg(cases=("ratio", "size"), least=("ratio", "min"), most=("ratio", "max"), rivals=("rival", names))
@@ -163,11 +152,13 @@ def draw_rates(rows):
 
 
 def draw_dense(rows):
-    """Draw dots of TFLOP/s below those of a matrix product, a panel per direction."""
-    parts = {way: of.assign(**{PRODUCT: PEAK}) for way, of in by_direction(compared(rows), "rate").items()}
-    return chart(
-        parts, says="title", width=9.0, height=4.4, rows=2, columns=5, style="o", ylabel="TFLOP/s", ylim=(0, None)
-    )
+    """Draw dots of TFLOP/s over those of a matrix product, a panel per direction."""
+    parts = {way: of / PEAK for way, of in by_direction(compared(rows), "rate").items()}
+    drawn = chart(parts, dots, "title", width=5.0, height=5.2, columns=4, xlabel=f"TFLOP/s over those of {PRODUCT}")
+    for axis in drawn.axes:
+        axis.axvline(1, color=INK, linewidth=1)
+        axis.set_xlim(0, 1.1)
+    return drawn
 
 
 SECTIONS = {
@@ -177,7 +168,7 @@ SECTIONS = {
         tuple(ABOUT),
         "How many times faster cuattn is than the fastest of the rivals named in each line, case by case in one run.  "
         "Below 1 it is slower.  Every case, and every runner that was timed: "
-        "[bench/results/tables.md](bench/results/tables.md).",
+        "[results/tables.md](results/tables.md).",
         table=peers,
         figure=draw_peers,
     ),
@@ -185,8 +176,8 @@ SECTIONS = {
         "Where it is behind",
         ("hopper", "shapes", "portable", "scores", "lengths", "gpt2"),
         tuple(ABOUT),
-        "Every case in which a rival was more than half a percent faster in the same run.  `bench/NOTES.md` says what "
-        "was tried against each, and what comes next.",
+        "Every case in which a rival was more than half a percent faster in the same run.  [NOTES.md](NOTES.md) "
+        "says what was tried against each, and what comes next.",
         table=behind,
     ),
     "shapes": Section(

@@ -47,10 +47,10 @@ def best():
         return Device("cpu", reason, np)
     try:
         probe = cupy.zeros((16, 64), np.float16)
-        plan = cuattn.plan(probe, probe, probe)
+        cuattn.plan(probe, probe, probe)
     except CuattnError as error:
         return Device("cpu", f"the GPU cannot be used: {error}", np)
-    return Device("cuda", f"CuPy finds a CUDA device, kernel {plan.kernel}", cupy)
+    return Device("cuda", "CuPy finds a CUDA device that a kernel runs on", cupy)
 
 
 def pick(wanted, kernel):

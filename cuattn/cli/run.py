@@ -1,14 +1,18 @@
-"""``python -m cuattn run``: attention on the arrays of a file."""
+"""``cuattn run``: attention on the arrays of a file."""
 
 import sys
 import time
 
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import cuattn
 from cuattn.cli import devices, files
 from cuattn.cli.mask_argument import build_mask, literal
 from cuattn.errors import ArgumentError, ShapeError
+
+_COLUMNS = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
 
 
 def run(options):
@@ -40,16 +44,19 @@ def run(options):
     keywords |= {name: load(name) for name in ("bias", "mask") if name in archive.arrays}
     print(f"computing on {device.backend} ({device.reason})", file=sys.stderr)
     start = time.perf_counter()
-    fwd = cuattn.forward(q, k, v, rng=state, out_dtype=options.out_dtype, **keywords)
-    results = fwd._asdict()
-    if fwd.rng_state is not None:
-        results["rng_state"] = np.array(fwd.rng_state, np.uint64)
-    if options.backward:
-        if archive.arrays["do"].shape != fwd.o.shape:
-            raise ShapeError(f"do has shape {archive.arrays['do'].shape}; expected {fwd.o.shape}, the shape of o")
-        grads = cuattn.backward(load("do"), q, k, v, fwd, deterministic=options.deterministic, **keywords)
-        results |= grads._asdict()
-    results = {name: device.fetch(array) for name, array in results.items() if array is not None}
+    with Progress(*_COLUMNS, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("forward", total=None)  # the first call of a kernel may compile it
+        fwd = cuattn.forward(q, k, v, rng=state, out_dtype=options.out_dtype, **keywords)
+        results = fwd._asdict()
+        if fwd.rng_state is not None:
+            results["rng_state"] = np.array(fwd.rng_state, np.uint64)
+        if options.backward:
+            progress.update(task, description="backward")
+            if archive.arrays["do"].shape != fwd.o.shape:
+                raise ShapeError(f"do has shape {archive.arrays['do'].shape}; expected {fwd.o.shape}, the shape of o")
+            grads = cuattn.backward(load("do"), q, k, v, fwd, deterministic=options.deterministic, **keywords)
+            results |= grads._asdict()
+        results = {name: device.fetch(array) for name, array in results.items() if array is not None}
     seconds = time.perf_counter() - start
     files.write(options.output, results)
     shapes = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in results.items())

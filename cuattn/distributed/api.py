@@ -67,6 +67,11 @@ def attention(
     CuattnError
         As in :func:`cuattn.attention`, on all ranks.
 
+    See Also
+    --------
+    forward : returns the softmax statistics too.
+    cuattn.attention : on one device.
+
     Examples
     --------
     >>> import numpy as np, cuattn
@@ -102,6 +107,7 @@ def forward(
     q, k, v : array
         This rank's, as for :func:`attention`.
     comm : Comm
+        The ranks; all of them call this.
     layout, key_layout, algorithm : optional
         As for :func:`attention`.
     **options : object
@@ -111,6 +117,11 @@ def forward(
     -------
     Forward
         This rank's rows of o, l and m, and the state that dropout used, which is the same on all ranks.
+
+    See Also
+    --------
+    backward : takes the result.
+    cuattn.forward : on one device.
 
     Examples
     --------
@@ -149,6 +160,7 @@ def backward(
     fwd : Forward
         Of this rank, from :func:`forward`.
     comm : Comm
+        The ranks; all of them call this.
     layout, key_layout, algorithm : optional
         As for :func:`attention`; "combine" lets rows travel in place of keys.
     **options : object
@@ -159,6 +171,11 @@ def backward(
     Gradients
         This rank's rows of dq, its keys of dk and dv, its rows of dbias.  Of a bias without rows, and of score_args,
         the gradients are summed over ranks and equal on all.
+
+    See Also
+    --------
+    forward : computes `fwd`.
+    cuattn.backward : on one device.
 
     Notes
     -----
@@ -223,6 +240,11 @@ def plan(
     -------
     DistributedPlan
         Prints as a readable table; its `local` is the plan of this rank's own rows and keys.
+
+    See Also
+    --------
+    Layout : what it depends on.
+    cuattn.plan : of one device's part.
 
     Examples
     --------

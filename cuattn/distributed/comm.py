@@ -51,6 +51,11 @@ class Comm(Protocol):
     ----------
     rank, size : int
         Which of how many this one is.
+
+    See Also
+    --------
+    connect : makes one of processes.
+    spawn : makes them of threads.
     """
 
     rank: int

@@ -37,6 +37,10 @@ def connect(group: Any = None, /, *, device: int | None = None, timeout: float =
     DistributedError
         Under a launcher of MPI without mpi4py, or with another MPI than the launcher's.
 
+    See Also
+    --------
+    spawn : makes ranks of threads.
+
     Examples
     --------
     >>> with connect() as comm:

@@ -33,6 +33,11 @@ class Layout:
     runs : tuple of tuple of (start, stop)
         By rank, the parts of the axis that it holds: ascending, disjoint, not empty, merged where they touch.
 
+    See Also
+    --------
+    spawn : runs ranks that hold its shards.
+    plan : says what a layout costs.
+
     Examples
     --------
     >>> layout = Layout.zigzag(64, 2)

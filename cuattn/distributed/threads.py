@@ -172,6 +172,10 @@ def spawn(
     Exception
         What the first rank that failed has raised; the others then fail as well.
 
+    See Also
+    --------
+    connect : joins processes that a launcher started.
+
     Examples
     --------
     >>> spawn(lambda comm: comm.allgather(comm.rank), ranks=2)

@@ -23,6 +23,11 @@ def standard_forward(n, d, m=None):
     traffic : Traffic
         Elements read and written.
 
+    See Also
+    --------
+    cuattn.reference.standard_forward : counts them as it computes.
+    theorem_2_standard : the paper's expression.
+
     Notes
     -----
     S = Q K^T reads K once, Q T_c times and writes N^2; the softmax reads and writes N^2; O = P V reads N^2, V T_c
@@ -53,6 +58,10 @@ def standard_backward(n, d, m=None):
     -------
     traffic : Traffic
         Elements read and written.
+
+    See Also
+    --------
+    cuattn.reference.standard_backward : counts them as it computes.
 
     Notes
     -----
@@ -88,6 +97,11 @@ def flash_forward(n, d, m, dropout=False, mask=False, blocks=None):
     -------
     traffic : Traffic
         Elements read and written.
+
+    See Also
+    --------
+    cuattn.reference.flash_forward : counts them as it computes.
+    theorem_2_flash : the paper's expression.
 
     Notes
     -----
@@ -129,6 +143,10 @@ def flash_backward(n, d, m, dropout=False, mask=False, blocks=None):
     traffic : Traffic
         Elements read and written.
 
+    See Also
+    --------
+    cuattn.reference.flash_backward : counts them as it computes.
+
     Notes
     -----
     Reads: K, V once, and T_c passes over Q, O, dO, dQ, l, m.  Writes: dQ, dK, dV once to initialise, dQ T_c times,
@@ -166,6 +184,10 @@ def flash_jvp(n, d, m, dropout=False, mask=False, blocks=None):
     traffic : Traffic
         Elements read and written.
 
+    See Also
+    --------
+    cuattn.reference.flash_jvp : counts them as it computes.
+
     Notes
     -----
     Each matrix has a tangent beside it, and l and m have that of the logsumexp: T_c (6 N d + 6 N) + 6 N d + 3 N, with
@@ -199,6 +221,10 @@ def flash_backward_jvp(n, d, m, dropout=False, mask=False, blocks=None):
     -------
     traffic : Traffic
         Elements read and written.
+
+    See Also
+    --------
+    cuattn.reference.flash_backward_jvp : counts them as it computes.
 
     Notes
     -----
@@ -239,6 +265,10 @@ def swapped_forward(n, d, m):
     traffic : Traffic
         Elements read and written.
 
+    See Also
+    --------
+    cuattn.reference.swapped_forward : counts them as it computes.
+
     Examples
     --------
     >>> from cuattn import io_model
@@ -261,6 +291,10 @@ def rabe_staats_forward(n, d, m):
     -------
     traffic : Traffic
         Elements read and written.
+
+    See Also
+    --------
+    cuattn.reference.rabe_staats_forward : counts them as it computes.
 
     Notes
     -----
@@ -292,6 +326,10 @@ def flashmask_forward(n, d, m, tiles):
     -------
     traffic : Traffic
         Elements read and written.
+
+    See Also
+    --------
+    cuattn.reference.flashmask_forward : counts them as it computes.
 
     Notes
     -----
@@ -329,6 +367,10 @@ def flashmask_backward(n, d, m, tiles):
     -------
     traffic : Traffic
         Elements read and written.
+
+    See Also
+    --------
+    cuattn.reference.flashmask_backward : counts them as it computes.
 
     Notes
     -----

@@ -16,6 +16,11 @@ def theorem_2_standard(n, d):
     accesses : int
         The expression, without the constant that Theta hides.
 
+    See Also
+    --------
+    standard_forward : the exact count.
+    theorem_2_flash : with tiling.
+
     Examples
     --------
     >>> from cuattn import io_model
@@ -37,6 +42,11 @@ def theorem_2_flash(n, d, m):
     -------
     accesses : float
         The expression, without the constant that Theta hides.
+
+    See Also
+    --------
+    flash_forward : the exact count.
+    theorem_2_standard : without tiling.
 
     Examples
     --------
@@ -62,6 +72,10 @@ def proposition_4(n, d, m, s):
     accesses : float
         The expression, without the constant that Theta hides.
 
+    See Also
+    --------
+    theorem_2_flash : without a block mask.
+
     Examples
     --------
     >>> from cuattn import io_model
@@ -85,6 +99,11 @@ def lecture_forward(n, d, m, s=1):
     -------
     accesses : float
         Elements read and written.
+
+    See Also
+    --------
+    lecture_swapped_forward : with the loops swapped.
+    flash_forward : the exact count.
 
     Notes
     -----
@@ -121,6 +140,11 @@ def lecture_swapped_forward(n, d, m):
     accesses : float
         Elements read and written.
 
+    See Also
+    --------
+    lecture_forward : the paper's order of loops.
+    swapped_forward : the exact count.
+
     Notes
     -----
     One inner iteration reads K_j and V_j: 2 d B_c.  T_c of them make one pass, 2 N d, and with B_r = B_c the
@@ -156,6 +180,10 @@ def flashmask_vectors(n, b_r):
     -------
     reads : int
         Elements read, when every tile is partial.
+
+    See Also
+    --------
+    flashmask_forward : accesses of the whole algorithm.
 
     Examples
     --------

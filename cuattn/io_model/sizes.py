@@ -63,6 +63,10 @@ def block_sizes(n, d, m, square=False):
     ArgumentError
         When `n` or `d` is not positive or `m` is outside the theorems' range d <= M <= N d.
 
+    See Also
+    --------
+    flash_forward : accesses with these blocks.
+
     Examples
     --------
     >>> from cuattn import io_model

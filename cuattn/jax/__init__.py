@@ -56,7 +56,7 @@ def attention(
     mask : bool array | mask of :mod:`cuattn.masks` | tuple of four arrays | callable, optional
         Which keys each query may see, as :func:`cuattn.attention` takes it.  A mask is constant under ``jax.jit``; the
         tuple ``(lts, lte, uts, ute)``, of arrays of integers that broadcast to (..., Hq, Nk), may be traced: the
-        vectors of a :class:`cuattn.ColumnMask`.
+        vectors of a :class:`cuattn.masks.ColumnMask`.
     bias : jax.Array, optional
         Added to the scores, broadcast to (..., Hq, Nq, Nk); q's dtype or float32.
     is_causal : {False, True, "top_left", "bottom_right"}, optional

@@ -196,6 +196,11 @@ class BooleanMask(CellMask):
     DtypeError
         `array` is not boolean.
 
+    See Also
+    --------
+    ColumnMask : the same in O(N), where two intervals a key suffice.
+    BlockMask : whole blocks.
+
     Examples
     --------
     >>> from cuattn.masks import BooleanMask

@@ -44,6 +44,12 @@ class ColumnMask(IntervalMask):
     DtypeError
         A vector is not of integers, or the vectors lie in different places.
 
+    See Also
+    --------
+    from_function : makes one of a Python function that is one.
+    causal_document : a constructor; the others stand beside it.
+    BlockMask : whole blocks.
+
     Notes
     -----
     Masks are immutable and, on the host, pickle and compare by content.

@@ -23,7 +23,7 @@ class AllOf(Mask):
 
     Parameters
     ----------
-    parts : sequence of mask or boolean array
+    parts : sequence of mask or bool array
         At least one; those of an `AllOf` among them become its own.  Their lengths agree and their leading axes
         broadcast.
 
@@ -37,6 +37,11 @@ class AllOf(Mask):
     ------
     MaskError
         The lengths differ or the leading axes do not broadcast.
+
+    See Also
+    --------
+    ColumnMask : two intervals a key, which the AND of two often is.
+    BooleanMask : element by element.
 
     Notes
     -----
@@ -132,7 +137,7 @@ def both(a: Any, b: Any) -> Mask:
 
     Parameters
     ----------
-    a, b : mask or boolean array
+    a, b : mask or bool array
         Their lengths agree and their leading axes broadcast.  What lies on a GPU is not read.
     """
     given = AllOf([a, b])

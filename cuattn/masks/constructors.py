@@ -76,6 +76,10 @@ def full(n_queries: int, n_keys: int | None = None) -> ColumnMask:
     mask : ColumnMask
         The mask, with vectors of shape (n_keys,).
 
+    See Also
+    --------
+    causal : the lower triangle.
+
     Examples
     --------
     >>> full(2, 3).dense().astype(int)
@@ -101,6 +105,11 @@ def causal(n_queries: int, n_keys: int | None = None, align: str = "bottom_right
     -------
     mask : ColumnMask
         The mask, with vectors of shape (n_keys,).
+
+    See Also
+    --------
+    sliding_window : causal, and no further back.
+    full : everything.
 
     Examples
     --------
@@ -165,6 +174,10 @@ def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
     mask : ColumnMask
         The mask, with vectors of shape (n,).
 
+    See Also
+    --------
+    sliding_window : without global tokens, causal.
+
     Examples
     --------
     >>> global_sliding_window(5, 1, 1).dense().astype(int)
@@ -197,6 +210,10 @@ def prefix_lm_causal(n: int, prefix: int) -> ColumnMask:
     mask : ColumnMask
         The mask, with vectors of shape (n,).
 
+    See Also
+    --------
+    prefix_lm_document : several of them in one sequence.
+
     Examples
     --------
     >>> prefix_lm_causal(4, 2).dense().astype(int)
@@ -227,6 +244,10 @@ def qk_sparse(n: int, spans: Any) -> ColumnMask:
     -------
     mask : ColumnMask
         The mask, with vectors of shape (n,).
+
+    See Also
+    --------
+    eviction : keys that are seen until a row.
 
     Examples
     --------
@@ -260,6 +281,10 @@ def eviction(evicted_at: Any) -> ColumnMask:
     -------
     mask : ColumnMask
         The mask, with vectors of shape (..., n).
+
+    See Also
+    --------
+    random_eviction : draws which keys go.
 
     Examples
     --------
@@ -296,6 +321,10 @@ def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
     -------
     mask : ColumnMask
         The mask, with vectors of shape (n,).
+
+    See Also
+    --------
+    eviction : of keys that are told.
 
     Notes
     -----

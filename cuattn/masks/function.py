@@ -52,6 +52,11 @@ class FunctionMask(Mask):
         Shape of the matrix that is masked and of the axes before it: none where the function depends on neither b
         nor h.
 
+    See Also
+    --------
+    from_function : makes one.
+    ColumnMask : what a function becomes where it can.
+
     Notes
     -----
     Numbers are float64, whatever the dtype of a call, as in NumPy.  A mask compares and pickles by what the function
@@ -249,6 +254,11 @@ def from_function(
         The function cannot be traced, or returns no boolean; the message says where.
     MaskError
         A length is negative, or `batch` or `heads` is missing.
+
+    See Also
+    --------
+    FunctionMask : what it returns where no ColumnMask says the same.
+    ColumnMask.from_dense : makes a mask of a boolean array.
 
     Examples
     --------

@@ -27,6 +27,11 @@ def causal_document(lengths: Any) -> ColumnMask:
     -------
     ColumnMask
 
+    See Also
+    --------
+    document : without causality.
+    share_question : documents of a question and its answers.
+
     Examples
     --------
     >>> causal_document([2, 2]).dense().astype(int)
@@ -50,6 +55,11 @@ def document(lengths: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+
+    See Also
+    --------
+    causal_document : with causality.
+    hash_sparse : buckets in place of documents.
 
     Examples
     --------
@@ -76,6 +86,10 @@ def share_question(documents: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+
+    See Also
+    --------
+    causal_document : documents without answers of their own.
 
     Examples
     --------
@@ -114,6 +128,10 @@ def causal_blockwise(lengths: Any) -> ColumnMask:
     -------
     ColumnMask
 
+    See Also
+    --------
+    causal_document : blocks that never see each other.
+
     Examples
     --------
     >>> causal_blockwise([1, 2, 1]).dense().astype(int)
@@ -141,6 +159,11 @@ def prefix_lm_document(documents: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+
+    See Also
+    --------
+    prefix_lm_causal : one prefix in one sequence.
+    causal_document : without prefixes.
 
     Examples
     --------
@@ -172,6 +195,10 @@ def hash_sparse(bucket_lengths: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+
+    See Also
+    --------
+    causal_document : the same mask of documents.
 
     Examples
     --------

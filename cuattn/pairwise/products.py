@@ -17,7 +17,7 @@ _PARAGRAPHS = {
     "bandwidth": """bandwidth : float
         Scale of distances, > 0; on a GPU a 0-d array is not read back, and not checked.""",
     "kernel_function": """kernel_function : {"gaussian", "laplacian", "cauchy", "matern32", "matern52"}
-        With the Euclidean distance r = |x - y| over the bandwidth: ``exp(-r^2 / 2)``, ``exp(-r)``, ``1 / (1 + r^2)``,
+        With r the Euclidean distance of x and y over the bandwidth: ``exp(-r^2 / 2)``, ``exp(-r)``, ``1 / (1 + r^2)``,
         ``(1 + a) exp(-a)`` with ``a = sqrt(3) r``, and ``(1 + a + a^2 / 3) exp(-a)`` with ``a = sqrt(5) r``.  They are
         scikit-learn's ``RBF`` and ``Matern`` of that length scale; its ``laplacian_kernel`` sums absolute differences
         instead.""",

@@ -45,6 +45,11 @@ class Origin:
     DtypeError, ArgumentError
         When a field is no integer or no runs, negative or not ascending.
 
+    See Also
+    --------
+    merge : combines parts over disjoint keys.
+    cuattn.distributed : gives parts their places by itself.
+
     Notes
     -----
     With dropout every local and global start is a multiple of 16.

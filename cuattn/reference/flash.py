@@ -62,6 +62,11 @@ def flash_forward(
     ShapeError
         When an array's shape is not as stated.
 
+    See Also
+    --------
+    swapped_forward : with queries outside.
+    cuattn.forward : for speed.
+
     Examples
     --------
     >>> import numpy as np
@@ -114,6 +119,11 @@ def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, d
     ------
     ArgumentError, ShapeError
         As in :func:`flash_forward`.
+
+    See Also
+    --------
+    flash_forward : gives what it takes.
+    cuattn.backward : for speed.
 
     Examples
     --------

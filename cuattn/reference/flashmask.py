@@ -61,6 +61,11 @@ def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
     ShapeError
         When an array's shape is not as stated.
 
+    See Also
+    --------
+    cuattn.io_model.flashmask_forward : predicts its counts.
+    cuattn.forward : for speed.
+
     Examples
     --------
     Causal attention hides from every key the rows before its own:
@@ -129,6 +134,11 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
     ------
     ArgumentError, ShapeError
         As in :func:`flashmask_forward`.
+
+    See Also
+    --------
+    flashmask_forward : gives what it takes.
+    cuattn.backward : for speed.
 
     Notes
     -----

@@ -44,6 +44,10 @@ def standard_forward(q, k, v, M, *, dtype=np.float64):
     ShapeError
         When q, k and v are not of one shape (N, d).
 
+    See Also
+    --------
+    flash_forward : without the matrix in slow memory.
+
     Notes
     -----
     A row of S must be on the chip to be normalised, N elements even where M is less.
@@ -90,6 +94,10 @@ def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
     ------
     ArgumentError, ShapeError
         As in :func:`standard_forward`.
+
+    See Also
+    --------
+    flash_backward : without the matrix in slow memory.
 
     Examples
     --------

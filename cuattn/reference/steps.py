@@ -45,6 +45,10 @@ class HBM:
     dtype : dtype, default float64
         Type of the arrays, and so of the arithmetic.
 
+    See Also
+    --------
+    Counts : what it has counted.
+
     Examples
     --------
     >>> hbm = HBM()

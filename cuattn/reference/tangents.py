@@ -61,6 +61,11 @@ def flash_jvp(
     ArgumentError, ShapeError
         As in :func:`flash_forward`.
 
+    See Also
+    --------
+    flash_forward : without tangents.
+    cuattn.jvp : for speed.
+
     Examples
     --------
     >>> import numpy as np
@@ -132,6 +137,11 @@ def flash_backward_jvp(
     ------
     ArgumentError, ShapeError
         As in :func:`flash_forward`.
+
+    See Also
+    --------
+    flash_jvp : gives what it takes.
+    cuattn.backward_jvp : for speed.
 
     Examples
     --------

@@ -37,6 +37,10 @@ def swapped_forward(q, k, v, M, *, dtype=np.float64):
     ShapeError
         When q, k and v are not of one shape (N, d).
 
+    See Also
+    --------
+    flash_forward : with keys outside, as published.
+
     Notes
     -----
     S_ij has (M / 4d)^2 elements: with B_r no longer held below d, it outgrows the chip for M above about 16 d^2.
@@ -92,6 +96,10 @@ def rabe_staats_forward(q, k, v, M, *, dtype=np.float64):
         When M is outside its range.
     ShapeError
         When q, k and v are not of one shape (N, d).
+
+    See Also
+    --------
+    flash_forward : one running result in place of one per chunk.
 
     References
     ----------

@@ -30,8 +30,12 @@ _nodes: "weakref.WeakValueDictionary[tuple, Node]" = weakref.WeakValueDictionary
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True, weakref_slot=True)
-class Node:
+class _Weakly:  # Python 3.11's dataclasses have weakref_slot
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
+class Node(_Weakly):
     """A value of a graph.
 
     Attributes

@@ -1,4 +1,4 @@
-"""What the README shows: sections from rows, the README in step with the committed rows, one command for all."""
+"""What the READMEs show: sections from rows, both in step with the committed rows, one command for all."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ from bench import redraw, reproduce, sparsity, traffic
 from bench.cases import TABLES, select
 from bench.report import framed
 from bench.rows import RESULTS
-from bench.sections import PEER_TABLES, SECTIONS
+from bench.sections import PEER_TABLES, SECTIONS, speed
 from bench.sections.peers import ABOUT
 from bench.style import table
 from cuattn import masks
@@ -55,18 +55,18 @@ def test_committed_rows_have_a_table_and_a_picture(name, section, rows):
         assert (RESULTS / f"{name}.png").exists()
 
 
-def test_the_readme_and_the_tables_are_those_of_the_rows():
-    text = (ROOT / "README.md").read_text()
-    assert redraw.insert(text, redraw.readme()) == text, "run python -m bench.redraw --text"
-    if (RESULTS / "tables.md").exists():
-        assert (RESULTS / "tables.md").read_text() == redraw.tables(), "run python -m bench.redraw --text"
+def test_the_pages_are_those_of_the_rows():
+    for path, (mark, section) in redraw.WRITTEN.items():
+        assert redraw.insert(path.read_text(), mark, section()) == path.read_text(), "run python -m bench.redraw --text"
+    assert (RESULTS / "tables.md").read_text() == redraw.tables(), "run python -m bench.redraw --text"
 
 
 def test_the_section_goes_between_its_marks_and_nowhere_else():
-    text = f"above\n{redraw.BEGIN}\nold\n{redraw.END}\nbelow\n"
-    assert redraw.insert(text, f"{redraw.BEGIN}\nnew\n{redraw.END}") == text.replace("old", "new")
+    begin, end = redraw.BEGIN.format("measured"), redraw.END.format("measured")
+    text = f"above\n{begin}\nold\n{end}\nbelow\n"
+    assert redraw.insert(text, "measured", "new") == f"above\n{begin}\n\nnew\n\n{end}\nbelow\n"
     with pytest.raises(ValueError, match="no place"):
-        redraw.insert("nothing here", f"{redraw.BEGIN}\nnew\n{redraw.END}")
+        redraw.insert("nothing here", "measured", "new")
 
 
 def test_tables_have_three_digits():
@@ -159,6 +159,17 @@ def test_the_summary_of_peers_counts_results_that_were_wrong():
             del row["rate"]
     line = next(line for line in shown("peers", rows).splitlines() if "dropout 0.1 | backward" in line)
     assert line.endswith("| 1 of 2 | 1.50 | 1.50 (d128-N4096-full-drop0.1) |")
+
+
+def test_the_summary_of_speed_says_where_cuattn_is_behind():
+    rows = [*peer_rows("dense", {"cuattn": 300.0, "fa4": 250.0}), *peer_rows("dropout", {"cuattn": 1.0, "fa2": 9.0})]
+    rows += peer_rows("shapes", {"cuattn": 300.0, "fa3": 400.0, "cudnn": 200.0})
+    text = shown("speed", rows)
+    assert "| FlashAttention's sweep, 1K to 32K tokens | FlashAttention-4 | 1.20 (1.20) | 1.20 (1.20) |" in text
+    assert "| decoding, one query | FlashAttention-3, cuDNN | 0.75 (0.75) | – |" in text
+    words, slow = speed.said(framed([row for row in rows if "dropout" not in row["case"]]))
+    assert "In 48 of 141 cases" in words and "strongest rival is FlashAttention-3, the fastest in 93" in words
+    assert "cross attention, backward: 0.75 of the fastest rival's speed" in slow
 
 
 def test_every_case_behind_a_rival_is_shown():

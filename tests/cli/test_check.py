@@ -1,5 +1,7 @@
 """The report, the self-check and the device that they choose."""
 
+import importlib.util
+import re
 import sys
 import types
 
@@ -34,7 +36,7 @@ def test_a_gpu_is_used_where_a_kernel_runs_on_it(monkeypatch):
     fake = types.SimpleNamespace(__version__="14", is_available=lambda: True, zeros=np.zeros)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(cuattn, "plan", lambda *args: types.SimpleNamespace(kernel="sm80"))
-    assert devices.best()[:2] == ("cuda", "CuPy finds a CUDA device, kernel sm80")
+    assert devices.best()[:2] == ("cuda", "CuPy finds a CUDA device that a kernel runs on")
     assert devices.pick("auto", "sm80").xp is fake
 
     def refuse(*args):
@@ -65,6 +67,44 @@ def test_report_and_check_pass(quick, capsys):
     assert all(case in out for case in check.CASES)
     assert not err  # the bar shows on a terminal alone
     assert " off" not in out
+    short = [line for line in out.splitlines() if "/" not in line]  # paths are not cut
+    assert max(map(len, short)) <= 80
+    assert out.splitlines()[-1].startswith("  on files")
+
+
+def test_the_plans_of_forward_and_backward_are_shown(quick, monkeypatch, capsys):
+    """The kernel of an example of ordinary size, so that a Hopper GPU shows its own."""
+    monkeypatch.setattr(devices, "best", lambda: HOST._replace(backend="cuda"))
+    asked = []
+
+    def plan(q, k, v, direction):
+        asked.append((q.shape, str(q.dtype)))
+        return types.SimpleNamespace(kernel="sm90", block_m=128, block_n=176, reason=f"quick {direction}")
+
+    monkeypatch.setattr(cuattn, "plan", plan)
+    assert main(["--no-check"]) == 0
+    out = capsys.readouterr().out
+    for direction in ("forward", "backward"):
+        assert re.search(f"  {direction} +sm90, tile 128 x 176: quick {direction}\n", out)
+    assert set(asked) == {((1, 8, 4096, 128), "bfloat16")}
+
+
+def test_without_cupy_the_report_says_what_to_install(quick, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["--no-check"]) == 0
+    assert 'on a GPU   pip install "cuattn[cuda13]" or "cuattn[cuda12]", one of the two' in capsys.readouterr().out
+
+
+def test_version_and_help(capsys):
+    for words, text in (
+        (["--version"], f"cuattn {cuattn.__version__}\n"),
+        (["--help"], "exit codes: 0 all is well"),
+        (["run", "--help"], "exit codes: 0 all is well"),
+    ):
+        with pytest.raises(SystemExit) as done:
+            main(words)
+        assert done.value.code == 0
+        assert text in capsys.readouterr().out
 
 
 def test_report_alone(quick, capsys):
@@ -89,6 +129,7 @@ def test_a_wrong_result_is_off(quick, monkeypatch, capsys, case):
     assert check.show(Console(width=200), HOST, [case]) == 1
     out, _ = capsys.readouterr()
     assert "1 of 2 checks are off" in out
+    assert f"{case}: off: backward, dv" in out
     assert [row[-2] for row in check.check(case, HOST)] == ["ok", "off"]
 
 
@@ -97,14 +138,16 @@ def test_failures_and_missing_features_are_told_apart(quick, monkeypatch, capsys
         raise error
 
     monkeypatch.setattr(cuattn, "forward", broken)
-    for error, verdict in ((ZeroDivisionError("oh"), "failed"), (UnsupportedError("not here"), "not checked")):
+    for error, verdict in ((ZeroDivisionError("oh"), "failed"), (UnsupportedError("not here"), "skipped")):
         assert main([]) == 1  # nothing was checked
-        assert f"no mask, float32: {verdict}: {type(error).__name__}: {error}" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"no mask, float32: {verdict}: {type(error).__name__}: {error}" in out
+        assert "open an issue with all of this output" in out
 
 
 def test_float64_is_not_judged_by_itself(monkeypatch):
     monkeypatch.setattr(textbook, "EXTENDED", False)
-    assert [row[-2] for row in check.check("no mask, float64", HOST)] == ["not checked"]
+    assert [row[-2] for row in check.check("no mask, float64", HOST)] == ["skipped"]
 
 
 def test_not_a_number_is_off():

@@ -8,6 +8,7 @@ How many registers a kernel takes, and what it spills, depends on the compiler. 
 
 import ctypes
 import functools
+import hashlib
 import os
 import pathlib
 import re
@@ -54,11 +55,21 @@ def resources(text: str, arch: str, name: str = "kernel.cu") -> dict[str, Resour
     return found
 
 
-def compile_log(text: str, arch: str, name: str) -> str:
-    """Return the assembler's messages."""
+def compile_log(text: str, arch: str, name: str = "kernel.cu") -> str:
+    """Compile a text and return the assembler's messages.
+
+    The same compiler says the same of the same text: what it said is kept beside the compiled kernels.
+    """
     options = ("--ptxas-options=-v",)
+    key = "\0".join((version(), arch, *compiler.OPTIONS, *options, name, text))
+    file = compiler.cache_dir() / "logs" / f"{hashlib.sha256(key.encode()).hexdigest()}.log"
+    kept = compiler._read(file)
+    if kept is not None:
+        return kept.decode()
     folder = os.environ.get("CUATTN_NVRTC")
-    return _compile(folder, text, arch, name, options) if folder else compiler.compile_log(text, arch, options, name)[1]
+    said = _compile(folder, text, arch, name, options) if folder else compiler.compile_log(text, arch, options, name)[1]
+    compiler._store(file, said.encode())
+    return said
 
 
 def version() -> str:

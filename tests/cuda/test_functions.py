@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.functions import Functions
 from cuattn.cuda.params import PARAMS, derived
@@ -13,6 +12,7 @@ from cuattn.masks import from_function
 from cuattn.problem import ScoreFunction
 from cuattn.tracing import SCORE, facts, trace
 from tests.cuda.cases import case_of
+from tests.cuda.nvrtc import compile_log
 from tests.cuda.sm80.test_forward_plan import problem_of
 
 TABLE, DOC = np.zeros((4, 99), np.float16), np.zeros((2, 3, 500), np.int64)
@@ -69,7 +69,7 @@ def test_the_structs_are_what_python_fills(name, score, args, shown):
         lines.append(f'static_assert(__builtin_offsetof(Of{number}, {member}) == {at}, "{field}");')
     texts = source.functions_text(made.text, mask.text if mask else "")
     text = source.flatten_text('#include "attn/params.cuh"\n' + "\n".join(lines), "check.cu", None, texts)
-    compiler.compile_log(text, "sm_80")
+    compile_log(text, "sm_80")
 
 
 def test_arrays_lie_where_operands_do():
@@ -80,7 +80,7 @@ def test_arrays_lie_where_operands_do():
 
 def test_without_functions_nothing_follows():
     program = source.flatten_text('#include "attn/params.cuh"\nstatic_assert(sizeof(Params) == sizeof(CoreParams));\n')
-    compiler.compile_log(program, "sm_80")
+    compile_log(program, "sm_80")
 
 
 def test_numbers_are_told_apart():

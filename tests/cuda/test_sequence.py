@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from cuattn.cuda import compile as compiler
 from cuattn.cuda import families, sequence, source, tables
 from cuattn.cuda.arguments import Array
 from cuattn.cuda.merge import merge_sequence
 from cuattn.cuda.params import MAX_PARTS, PARAMS
 from tests.cuda.cases import BF16, CASES, Case, case_of
+from tests.cuda.nvrtc import compile_log
 from tests.cuda.recording import BASE, MASK, TICKET, Launch, Zeroed, prepared, validated
 from tests.cuda.recording import driver as driver
 from tests.strategies import cases
@@ -223,7 +223,7 @@ def test_what_is_launched_beside_the_large_kernels_compiles(kernel, driver):
         found |= {(each.path, tuple(each.constants.items())) for each in small}
     assert len({path for path, _ in found}) >= (6 if kernel == "sm80" else 4)
     for path, constants in sorted(found, key=str):
-        compiler.compile_log(source.build(path, dict(constants)), "sm_90", name=path)
+        compile_log(source.build(path, dict(constants)), "sm_90", path)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

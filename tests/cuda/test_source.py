@@ -7,6 +7,7 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import params, source
 from cuattn.errors import CompileError
+from tests.cuda.nvrtc import compile_log
 
 
 def test_includes_are_written_out_once_with_line_marks():
@@ -59,7 +60,7 @@ def test_struct_layouts_agree(struct, header, dtype):
         "dropout": 0
     }
     text = source.prologue(constants) + source.flatten(header) + "\n".join(checks)
-    compiler.compile_log(text, "sm_80")
+    compile_log(text, "sm_80")
 
 
 def test_lanes_meet_in_shuffles_whatever_they_found():

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.pairwise import device
 from cuattn.pairwise.functions import FUNCTIONS
 from cuattn.pairwise.pairs import Wanted
-from tests.cuda.nvrtc import kernel_resources
+from tests.cuda.nvrtc import compile_log, kernel_resources
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 LOGS = np.zeros(1)
@@ -42,7 +41,7 @@ def test_arguments_are_mirrored():
     for name in device.PARAMS.names:
         checks.append(f"static_assert(__builtin_offsetof(PairwiseParams, {name}) == {device.PARAMS.fields[name][1]});")
     text = source.build("pairwise/rows.cu", dict(constants("matvec")))
-    compiler.compile_log(text + "\n".join(checks), "sm_90")
+    compile_log(text + "\n".join(checks), "sm_90")
 
 
 def test_functions_have_the_kernels_numbers():

@@ -127,8 +127,8 @@ def test_gradients_of_arrays_are_known_by_their_indices():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_all_recipes_compile(arch):
     pytest.importorskip("cupy")
-    from cuattn.cuda import compile as compiler
     from cuattn.cuda import source as files
+    from tests.cuda.nvrtc import compile_log
 
     texts = []
     for recipe in (*MASKS, *SCORES):
@@ -141,4 +141,4 @@ def test_all_recipes_compile(arch):
         for end, one in made.items():
             begin = f"namespace {recipe.name}{end} {{ using namespace traced;"
             texts.append(one.text.replace("namespace traced {", begin))
-    compiler.compile_log(files.flatten_text("\n".join(texts), "recipes.cu"), arch)
+    compile_log(files.flatten_text("\n".join(texts), "recipes.cu"), arch)

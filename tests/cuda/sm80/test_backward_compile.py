@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm80.backward import STAT_ROWS, Cut
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case, case_of
+from tests.cuda.nvrtc import compile_log
 from tests.cuda.sm80.test_forward_compile import COMPILED, failures
 from tests.cuda.sm80.test_forward_plan import DEVICES, STATIC_BYTES, problem_of
 
@@ -96,7 +96,7 @@ def test_shared_memory_is_what_the_key_kernel_lays_out(name, softcap):
     made = Cut(problem, DEVICES["H200"])
     wanted = made.shared_bytes("keys")
     check = f'#include "sm80/bwd_layout.cuh"\nstatic_assert(shared_bytes == {wanted});\n'
-    compiler.compile_log(source.prologue(made.constants()) + source.flatten_text(check, "check.cu"), "sm_90")
+    compile_log(source.prologue(made.constants()) + source.flatten_text(check, "check.cu"), "sm_90")
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.families import launch_sequence
 from cuattn.cuda.sm90.backward import Cut, unsupported_reason
@@ -12,7 +11,7 @@ from cuattn.cuda.sm90.pairs import TILE, ring
 from cuattn.problem import Band
 from tests.cuda import scores
 from tests.cuda.cases import BF16, F16, Case, columns_of
-from tests.cuda.nvrtc import kernel_resources, version
+from tests.cuda.nvrtc import compile_log, kernel_resources, version
 from tests.cuda.recording import array, prepared, scored
 from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_forward_plan import ARCH, CAUSAL, H200
@@ -229,7 +228,7 @@ def test_passes_spills():
         (used,) = kernel_resources("sm90/bwd_dbias.cu", tuple(constants.items()), ARCH).values()
         assert used.stack == 0, (variant, used)
         check = f'#include "sm90/bwd_pairs.cuh"\nstatic_assert(sm90::pairs::own_at == {shared_bytes});\n'
-        compiler.compile_log(source.prologue(constants) + source.flatten_text(check, "layout.cu"), ARCH)
+        compile_log(source.prologue(constants) + source.flatten_text(check, "layout.cu"), ARCH)
 
 
 @pytest.mark.parametrize(("variant", "form"), BIASED)
@@ -322,4 +321,4 @@ def test_layout_agrees_with_the_kernel():
                 space = "rows" if "rows" in layout else "bwd"
                 check = f'#include "sm90/{layout}.cuh"\nstatic_assert(sm90::{space}::shared_bytes == {smem_bytes});\n'
                 text = source.prologue(constants) + source.flatten_text(check, "layout.cu")
-                compiler.compile_log(text, ARCH)
+                compile_log(text, ARCH)

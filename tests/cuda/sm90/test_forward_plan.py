@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import cuattn.masks.function  # noqa: F401 - its kind is known when it is imported
-from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.cuda.sm90.backward import Cut as BackwardCut
@@ -14,7 +13,7 @@ from cuattn.cuda.sm90.forward import Cut, bias_form, unsupported_reason
 from cuattn.problem import DTYPES, Band, Problem
 from tests.cuda import scores
 from tests.cuda.cases import BF16, F16, Case
-from tests.cuda.nvrtc import kernel_resources
+from tests.cuda.nvrtc import compile_log, kernel_resources
 from tests.cuda.recording import H200, array, prepared, scored
 
 ARCH = "sm_90a"
@@ -305,7 +304,7 @@ def test_layout_agrees_with_the_kernel():
             f"static_assert(sm90::fwd::threads == {2 * cut.tile.block_m + 128});\n",
             "layout.cu",
         )
-        compiler.compile_log(text, ARCH)
+        compile_log(text, ARCH)
 
 
 def test_all_key_tiles_can_be_told_apart():
@@ -315,4 +314,4 @@ def test_all_key_tiles_can_be_told_apart():
         "static_assert(Tile::make(last, 0).n() == last && Tile::make(last, 127).exists() && !Tile::none().exists());\n",
         "tiles.cu",
     )
-    compiler.compile_log(text, ARCH)
+    compile_log(text, ARCH)
