@@ -318,7 +318,7 @@ class Cut:
             return
         chosen, time = self.tile, math.inf
         for tile, cost in self._heights():
-            found = parts.divide(self._row_lengths(tile), multiprocessors, self._may_divide(tile))
+            found = parts.divide(self._row_lengths(tile), multiprocessors * tile.min_blocks, self._may_divide(tile))
             if cost * found.time < parts.GAIN * time:
                 chosen, time, (_, self.splits, self.split_tiles) = tile, cost * found.time, found
         self.tile, self.counts = chosen, self.counts | tile_counts(self.problem, chosen)
@@ -341,7 +341,7 @@ class Cut:
         problem, counts = self.problem, tile_counts(self.problem, tile)
         warpgroups = counts["row_tiles"] * problem.instances * tile.block_m // WARPGROUP_ROWS
         fits = problem.head_dim_v <= _SPLIT_HEAD_DIM and counts["key_tiles"] < _COUNTED
-        return fits and warpgroups < COUNTERS
+        return fits and warpgroups < COUNTERS and tile.min_blocks == 1
 
     @property
     def _warpgroups(self) -> int:
@@ -352,9 +352,10 @@ class Cut:
         """Return how many key tiles each row tile sees, the longest first."""
         problem, (block_m, block_n, *_), band = self.problem, tile, self.problem.band
         rows = range(problem.n_queries, 0, -block_m)  # where they end
-        if band is None:
+        if band is None or band.right is None:
             return [cdiv(problem.n_keys, block_n)] * (len(rows) * problem.instances)
-        ends = (min(end + band.right + band.offset, problem.n_keys) for end in rows)
+        beyond = band.right + band.offset
+        ends = (min(end + beyond, problem.n_keys) for end in rows)
         return [max(cdiv(end, block_n), 1) for end in ends for _ in range(problem.instances)]
 
     def slow_reason(self, device: Device) -> str | None:
@@ -385,7 +386,7 @@ class Cut:
         problem, (block_m, block_n, *_), band = self.problem, self.tile, self.problem.band
         if band is None or band.left is not None or band.right is None or block_m != block_n or problem.placed:
             return False
-        return is_plain(replace(problem, band=None)) and not (band.right + band.offset) % block_n
+        return is_plain(replace(problem, band=None)) and (band.right + band.offset) % block_n == 0
 
     @property
     def notes(self) -> list[str]:
