@@ -88,8 +88,8 @@ __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i
 }
 
 // The next row tile is drawn when the producer begins with the last list, and so many tiles are left of this row at most: a block that is
-// behind then draws less.  Rows of equal length need no such care.
-constexpr bool lengths_vary = cfg::band_left || cfg::band_right;
+// behind then draws less.  Rows of equal length, as a window's, need no such care.
+constexpr bool lengths_vary = (cfg::band_right && !cfg::band_left) || column_masks > 0;
 constexpr int tiles_left = 2;
 
 template <class Beside = Alone>

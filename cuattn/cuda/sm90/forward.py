@@ -34,10 +34,11 @@ _L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
 _RIDGE, _PORTABLE_RIDGE = 222, 77
 _GAIN = 1.3  # what the portable kernel must promise before it is taken, unless its tiles are this much smaller:
 _SMALLER = 8
+_TEAMS_SMALLER = 4  # the same beside as many teams, which read keys as fast as memory delivers them
 
 
 _COUNTED = 1 << 15  # key tiles of rows in parts are counted in 16 bits
-_LOWER = 0.78  # of the time that a key tile takes beside 192 rows, it takes beside 128
+_LOWER = 0.75  # of the time that a key tile takes beside 192 rows, it takes beside 128, where rows are long
 _TILE_ROWS, _PACKED = 128, 0.9  # of most tiles; the share of a group's row tiles that must do for heads to be packed
 
 _TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of which there may be one
@@ -334,8 +335,9 @@ class Cut:
     def _heights(self) -> Iterator[tuple[Tile, float]]:
         """Yield tiles of other heights, and what one of their steps costs beside one of the first."""
         yield self.tile, 1.0
-        if self.tile.block_m == 192:
-            yield self.tile._replace(block_m=128), _LOWER
+        lower = self.tile._replace(block_m=128)
+        if self.tile.block_m == 192 and self.problem.n_keys >= _LONG[lower.block_m]:
+            yield lower, _LOWER
 
     def _may_divide(self, tile: Tile) -> bool:
         problem, counts = self.problem, tile_counts(self.problem, tile)
@@ -372,7 +374,8 @@ class Cut:
         other = portable.Cut(problem, device)
         own = problem.group * pad(problem.n_queries, self.tile.block_m)
         theirs = problem.group // other.pack * pad(problem.n_queries * other.pack, other.tile.block_m)
-        if own >= _SMALLER * theirs or own / _RIDGE > _GAIN * max(theirs / _PORTABLE_RIDGE, 1):
+        smaller = _TEAMS_SMALLER if other.teams == portable.STREAMS else _SMALLER
+        if own >= smaller * theirs or own / _RIDGE > _GAIN * max(theirs / _PORTABLE_RIDGE, 1):
             return "too few query rows fill its tiles, and the portable kernel has smaller ones"
         return None
 

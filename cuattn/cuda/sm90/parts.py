@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from cuattn.io_model.sizes import cdiv
 
-# In steps of a key tile: a row's end; what it takes to leave a part, and to add up each.
-_END, _MERGE, _MERGE_OF_PART = 1.0, 1.0, 0.5
+# In steps of a key tile: a row's end; what it takes to leave a part, and to add up each (measured at d 64).
+_END, _MERGE, _MERGE_OF_PART = 1.0, 3.0, 0.2
 _LEAST_PART = 4  # key tiles
 _MOST_PARTS = 16  # of a row
 _SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the longest row, as parts of rows of unequal length may have

@@ -69,6 +69,8 @@ def test_few_rows_leave_the_device_idle():
         ({"heads": 32, "kv_heads": 8, "n_queries": 32, "n_keys": 8192}, True),  # 128 rows share their keys
         ({"heads": 32, "kv_heads": 8, "n_queries": 64, "n_keys": 8192}, False),
         ({"heads": 32, "kv_heads": 8, "n_queries": 4, "n_keys": 256}, True),
+        ({"heads": 8, "n_queries": 32, "n_keys": 8192}, True),  # teams of the portable kernel, 32 rows a warp
+        ({"heads": 8, "n_queries": 33, "n_keys": 8192}, False),
         ({"n_queries": 16}, True),
         ({"n_queries": 32}, False),
         ({"n_queries": 64}, False),
