@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PICTURES = ROOT / "bench" / "results"
 GALLERY = ROOT / "bench" / "gallery"
+FURTHER = {"denoise": ("denoise", "Non-local means"), "masks": ("mask_gallery", "Masks")}  # scripts in bench/ itself
 
 GUIDES = {  # page of the repository: its place on the site, in the order of the contents
     "cuattn/guides/frameworks.md": "guides/frameworks.md",
@@ -28,11 +29,14 @@ GUIDES = {  # page of the repository: its place on the site, in the order of the
     "cuattn/guides/merging.md": "guides/merging.md",
     "cuattn/guides/dropout.md": "guides/dropout.md",
     "cuattn/guides/derivatives.md": "guides/derivatives.md",
+    "cuattn/guides/means.md": "guides/means.md",
     "cuattn/pairwise/README.md": "guides/pairwise.md",
     "cuattn/distributed/README.md": "guides/distributed.md",
     "cuattn/guides/accuracy.md": "guides/accuracy.md",
     "cuattn/guides/plans.md": "guides/plans.md",
     "kernels/README.md": "guides/kernels.md",
+    "cuattn/reference/README.md": "guides/papers.md",
+    "cuattn/cli/README.md": "guides/command.md",
 }
 OTHERS = {
     "README.md": "index.md",
@@ -85,7 +89,7 @@ def rewritten(text, page, known):
 
 def contents(*pages, caption=None, hidden=True):
     """Return a table of contents in Markdown."""
-    options = [":hidden:"] * hidden + [f":caption: {caption}"] * bool(caption)
+    options = [":maxdepth: 1"] + [":hidden:"] * hidden + [f":caption: {caption}"] * bool(caption)
     return "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
 
 
@@ -138,20 +142,22 @@ def write_reference(folder):
 
 def write_gallery(folder):
     """Write a page per example: what it says of itself, its picture, its code."""
-    names = []
-    for path in sorted(GALLERY.glob("*.py")):
-        picture = PICTURES / f"gallery-{path.stem}.png"
-        if not picture.exists():
-            continue
-        names.append(path.stem)
+    examples = {f"gallery-{path.stem}": (path, None) for path in sorted(GALLERY.glob("*.py"))}
+    examples |= {picture: (ROOT / "bench" / f"{script}.py", title) for picture, (script, title) in FURTHER.items()}
+    examples = {picture: of for picture, of in examples.items() if (PICTURES / f"{picture}.png").exists()}
+    shown = []
+    for picture, (path, title) in examples.items():
         about, _, further = ast.get_docstring(ast.parse(path.read_text())).partition("\n")
-        title = about.split(":")[0].rstrip(".")
-        command = f"`python -m bench.gallery {path.stem}`"
-        text = [f"# {title}", about, further.strip(), f"![{title}](../pictures/{picture.name})", command]
-        write(folder, f"gallery/{path.stem}.md", "\n\n".join([*text, f"```python\n{path.read_text()}```"]) + "\n")
-    shown = "\n\n".join(f"[![{name}](../pictures/gallery-{name}.png)]({name}.md)" for name in names)
+        title = title or about.split(":")[0].rstrip(".")
+        command = "" if path.parent != GALLERY else f"`python -m bench.gallery {path.stem}`"
+        further = re.sub(r"(?m)^ +(python .*)$", r"`\1`\n", further.strip())
+        text = [f"# {title}", about, further, f"![{title}](../pictures/{picture}.png)", command]
+        code = f"```python\n{path.read_text()}```\n"
+        write(folder, f"gallery/{path.stem}.md", "\n\n".join([*filter(None, text), code]))
+        shown.append(f"[![{title}](../pictures/{picture}.png)]({path.stem}.md)\n\n[{title}]({path.stem}.md)")
     about = "Examples from the sciences, each of a screen of code and some seconds on a CPU: `python -m bench.gallery`."
-    write(folder, "gallery/index.md", f"# Gallery\n\n{about}\n{contents(*names, hidden=False)}\n{shown}\n")
+    names = contents(*(path.stem for path, _ in examples.values()))
+    write(folder, "gallery/index.md", "\n\n".join(["# Gallery", about, names, *shown, ""]))
 
 
 def main():

@@ -42,8 +42,8 @@ nitpick_ignore_regex = [(r"py:.*", r"^(?!cuattn).*")]
 
 # What masks are to backends, not to users.
 PROTOCOL = {
-    "arrays_on", "as_columns", "bind", "cuda_half", "fields", "fits", "generated", "hidden", "instance", "joined",
-    "layout", "parts", "patterns", "reach", "shown", "source", "states",
+    "arrays_on", "as_columns", "bind", "cuda", "device", "fields", "fits", "generated", "hidden", "instance", "joined",
+    "layout", "on_device", "parts", "patterns", "reach", "shown", "source", "states",
 }  # fmt: skip
 
 

@@ -20,7 +20,8 @@ INTRO = """
 Everything below was measured by the commands that it names; `python -m bench.reproduce` runs them all on a machine
 with a GPU, `python -m bench.redraw` makes the pictures and tables again from the committed rows (`pip install -e
 ".[bench]"`; the rivals are PyTorch, JAX and their kin, installed beside it).  Results are checked before they are
-timed; rivals run in turn in one process.  The long tables are in [results/tables.md](results/tables.md).
+timed; rivals run in turn in one process.  Machines and versions stand at the end; the long tables are in
+[results/tables.md](results/tables.md).
 """.strip()
 
 
@@ -48,7 +49,7 @@ def fill(text, indent=""):
 
 
 def measured(folder=RESULTS):
-    """Return what stands between the marks of ``bench/README.md``: every section, after the machines."""
+    """Return what stands between the marks of ``bench/README.md``: every section, and the machines."""
     parts, machines = [], {}
     for name, section, rows in available(folder):
         for machine in rows.loc[rows["status"] != "unsupported", "machine"].unique():
@@ -56,7 +57,7 @@ def measured(folder=RESULTS):
         if section.table or section.figure:
             parts.append("### " + block(name, section, rows, section.table, "results/", folder))
     listed = [fill(f"- {machine}: {', '.join(names)}", "  ") for machine, names in sorted(machines.items())]
-    return "\n\n".join([INTRO, "\n".join(listed), *parts])
+    return "\n\n".join([INTRO, *parts, "### Machines and versions", "\n".join(listed)])
 
 
 def speed(folder=RESULTS):

@@ -52,7 +52,7 @@ LABELS = {  # column, or another word in a table: what a reader calls it
     "cpu": "many tiles", "cpu-statistics": "many tiles, with l and m", "cpu-torch": "shapes that PyTorch users call",
     "cpu-small": "problems of a few rows", "times": "its time over cuattn's", "runner_rival": "rival",
     "beyond": "cuattn's less 0.1 ms, over its", "cold": "cold, its time over cuattn's", "size": "cases",
-    "min": "least", "max": "most",
+    "min": "least", "max": "most", "mean": "mean, geometric of ratios",
     **dict.fromkeys(("case", "mask", "table", "label", "runner", "direction", "kind", "study"), ""),
 }  # fmt: skip
 MOST = 8  # ratios beyond it are drawn at it, as arrows

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -57,6 +58,7 @@ class Message(NamedTuple):
     line: int
 
 
+@functools.cache
 def messages() -> list[Message]:
     """Return the messages of all errors, in the order of the code."""
     kinds = {kind.__name__: kind for kind in ADVICE} | _MAKERS
@@ -189,13 +191,14 @@ VARIABLES = {
 _READERS = {"users": "cuattn", "tests": "tests", "measurements": "bench"}
 
 
+@functools.cache
 def reads() -> dict[str, set[str]]:
     """Return the files that read each environment variable: constants in functions that look at the environment."""
     found = defaultdict(set)
     for folder in _READERS.values():
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if "os.environ" in path.read_text() and path != Path(__file__):
-                for name in _read(ast.parse(path.read_text())):
+            if "os.environ" in (text := path.read_text()) and path != Path(__file__):
+                for name in _read(ast.parse(text)):
                     found[name].add(path.relative_to(ROOT).as_posix())
     return dict(found)
 

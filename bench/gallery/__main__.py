@@ -13,8 +13,10 @@ from pathlib import Path
 from bench import style
 from bench.rows import RESULTS
 
-EXAMPLES = ("density", "ridge", "colours", "mean_shift")
-OF_TORCH = ("forces", "curvature", "consistency")  # which need PyTorch
+EXAMPLES = (
+    *("regression", "density", "ridge", "colours", "mean_shift", "hopfield", "chunks", "documents", "functions"),
+)
+OF_TORCH = ("tiny_gpt", "forces", "curvature", "consistency")  # which need PyTorch
 
 
 def main():

@@ -10,7 +10,7 @@ from bench.style import NOISE, name, ratios
 
 SLOW = 0.95  # a mean below it is said in words
 AREAS = {  # kind of problem: its rows, of those that no kind before has
-    "FlashAttention's sweep, 1K to 32K tokens": "table == 'dense'",
+    "FlashAttention's sweep, full and causal": "table == 'dense'",
     "FlashMask's twelve masks, 8K to 128K tokens": "table.str.startswith('masks-')",
     "score functions, mask functions, biases": "table in ('scores', 'scores-bias', 'scores-masks')",
     "float32 and float64": "table == 'portable' and dtype in ('float32', 'float64')",

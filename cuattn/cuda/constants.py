@@ -63,6 +63,7 @@ name                    type     meaning
 ``dq_tiles``            int      sm90 backward: row tiles of which a block holds dq over all keys; 0 = none
 ``pair_warpgroups``     int      sm90 passes over pairs of tiles: warpgroups that share a tile
 ``inputs``              bool     sm90 passes over pairs of tiles: weights depend on scores
+``dp_late``             bool     sm90 passes over pairs of tiles: dP is begun when P is done
 ``split_delta``         bool     backward: delta is kept in parts, for tensor cores to subtract
 ``dlse``                bool     backward's preprocess: there is a gradient by the rows' log-sum-exps
 ``sum_dq``, ``sum_dk``  bool     the gradient (``sum_dv`` likewise) is added up over broadcast axes later, and leaves

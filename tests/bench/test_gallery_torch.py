@@ -8,11 +8,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("PIL")
 
-from bench.gallery import consistency, curvature, forces  # noqa: E402
+from bench.gallery import consistency, curvature, forces, tiny_gpt  # noqa: E402
 
 
 def test_every_example_draws():
-    for figure in (forces.figure(2), curvature.figure(4, 6), consistency.figure(2, 8)):
+    for figure in (forces.figure(2), curvature.figure(4, 6), consistency.figure(2, 8), tiny_gpt.figure(2, 2)):
         figure.savefig(io.BytesIO(), dpi=20)
 
 
@@ -34,3 +34,8 @@ def test_a_step_towards_consistency():
     consistency.loss_of(model, x).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert consistency.generated(model, torch.randn(3, 8, 2)).shape == (3, 8, 2)
+
+
+def test_a_language_model_learns():
+    _, letters, losses = tiny_gpt.trained(8, 16, 2, 16, 2)
+    assert losses[-1] < losses[0] < 1.3 * np.log(len(letters))

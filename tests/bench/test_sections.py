@@ -165,7 +165,7 @@ def test_the_summary_of_speed_says_where_cuattn_is_behind():
     rows = [*peer_rows("dense", {"cuattn": 300.0, "fa4": 250.0}), *peer_rows("dropout", {"cuattn": 1.0, "fa2": 9.0})]
     rows += peer_rows("shapes", {"cuattn": 300.0, "fa3": 400.0, "cudnn": 200.0})
     text = shown("speed", rows)
-    assert "| FlashAttention's sweep, 1K to 32K tokens | FlashAttention-4 | 1.20 (1.20) | 1.20 (1.20) |" in text
+    assert "| FlashAttention's sweep, full and causal | FlashAttention-4 | 1.20 (1.20) | 1.20 (1.20) |" in text
     assert "| decoding, one query | FlashAttention-3, cuDNN | 0.75 (0.75) | – |" in text
     words, slow = speed.said(framed([row for row in rows if "dropout" not in row["case"]]))
     assert "In 48 of 141 cases" in words and "strongest rival is FlashAttention-3, the fastest in 93" in words

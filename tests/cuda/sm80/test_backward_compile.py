@@ -7,16 +7,11 @@ from cuattn.cuda import source
 from cuattn.cuda.sm80.backward import STAT_ROWS, Cut
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case, case_of
 from tests.cuda.nvrtc import compile_log
-from tests.cuda.sm80.test_forward_compile import COMPILED, failures
+from tests.cuda.sm80.test_forward_compile import COMPILED, FEATURES, compiles, failures
 from tests.cuda.sm80.test_forward_plan import DEVICES, STATIC_BYTES, problem_of
 
-# What other generations compile besides the head dimensions: every feature once.  sm_90, with the largest tiles,
-# compiles all cases.
-FEATURES = {
-    "float16 d128", "softcap", "causal d128", "window", "column", "column d64 causal", "blocks", "dense", "bias row",
-    "everything", "dropout", "dropout column", "dropout column causal d256", "float32 dense", "float32 dropout column",
-    "float64 dense", "float64 dropout column", "float32 bias", "float64 bias",
-}  # fmt: skip
+# What compiles with gradients that are summed, beside the kernels that prepare and round: these ask for no feature.
+SUMMED = {"d64", "float16 d128", "d256", "float32 d64", "float32 d128", "float64 d64", "float64 d128"}
 
 # Cases of heads too wide for whole rows, whose kernels take several seconds each: what most and what sm_90 compiles.
 WIDE = (
@@ -32,7 +27,7 @@ def backward_jobs(arch):
     for case in CASES + WIDE_HEADS:
         problem = problem_of(case, "backward")
         plain = not (case.options or case.mask or case.bias)
-        if arch != "sm_90" and not plain and case.name not in FEATURES:
+        if not compiles(case, arch):
             continue
         made = Cut(problem, device)
         constants = made.constants(16 if case.head_dim % 8 == 0 else 2)
@@ -49,7 +44,7 @@ def backward_jobs(arch):
             shape = {"split": False, "sum_rows": "row" in case.name, "sum_keys": "column" in case.name}
             bias = {**constants, **made.bias._asdict(), "atomic_dq": False, **shape}
             yield case.name, "sm80/bwd_bias.cu", tuple(bias.items()), arch
-        if case.name in ("d64", "float16 d128", "d256") or (case.dtype.itemsize > 2 and case.head_dim in (64, 128)):
+        if case.name in SUMMED:
             yield case.name, "sm80/bwd_convert.cu", tuple(constants.items()), arch
             own = {"o_elem": constants["elem"], "split_delta": False, "dlse": False, "dbias": 0}
             yield case.name, "util/bwd_preprocess.cu", tuple({**constants, **own}.items()), arch

@@ -300,8 +300,7 @@ def test_who_sums_what_arrays_need(driver, name, changes, options, sums):
 
 
 @pytest.mark.parametrize("dlse", [False, True])
-@pytest.mark.parametrize("load_bytes", [2, 8, 16])
-@pytest.mark.parametrize("o_elem", ["elem", "float"])
+@pytest.mark.parametrize(("load_bytes", "o_elem"), [(2, "elem"), (8, "float"), (16, "elem"), (16, "float")])
 @pytest.mark.parametrize(
     "variant", [problem(64), problem(256), problem(96), problem(dtype=F16)], ids=["d64", "d256", "d96", "float16"]
 )
