@@ -66,6 +66,8 @@ FEATURES = (  # in every dtype
     feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=3000),  # parts that the last block merges
     feature(n_queries=20, n_keys=1500),  # parts that another kernel merges
     feature(d=128, n_queries=1, n_keys=3000, mask="hostile"),
+)
+WIDE = (  # likewise, of the portable kernels
     feature(d=300, heads=1, n_queries=40, n_keys=70),
     feature(d=512, heads=1, n_queries=40, n_keys=70, mask="blocks"),
 )
@@ -135,6 +137,9 @@ TANGENTS = (  # in every dtype: jvp, the gradients with their tangents, a double
     feature(d=40, n_queries=70, n_keys=150, score="sloped"),
     feature(batch=2, n_queries=70, n_keys=150, score="lines", mask="hostile", dropout_p=0.1),
     feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=1000, score="temperature"),
+    feature(n_queries=330, n_keys=300, is_causal="bottom_right"),
+    feature(dv=40, batch=2, n_queries=150, n_keys=170, mask="seen", window=(30, 20, "top_left")),
+    feature(kv_heads=1, n_queries=150, n_keys=170, mask="blocks", deterministic=True),
 )
 
 
@@ -145,7 +150,7 @@ class Problem(NamedTuple):
     dtype: Any
     case: Case
     options: dict[str, Any]
-    operations: tuple[str, ...] = ("forward", "backward")
+    operations: tuple[str, ...]
 
     def calls(self, xp):
         """Return its calls, of arrays of one library."""
@@ -206,16 +211,20 @@ def made(kind, rng, case, xp):
 
 
 def problems(kernels=("sm90", "sm80")):
-    """Return every feature on some families; in the second 16-bit dtype a part of the list."""
+    """Return every feature on some families, and what they compute of it; in the second 16-bit dtype a part."""
     found = []
     for kernel in kernels:
-        dtypes = DTYPES[kernel]
+        dtypes, portable = DTYPES[kernel], kernel == "sm80"
+        both, along = ("forward", "backward"), ("jvp", "backward_jvp", "double_backward")
         for dtype in dtypes:
-            some = FEATURES[: len(FEATURES) // 4 if dtype is np.float16 else None]
-            found += [Problem(kernel, dtype, *of) for of in some]
-        found += [Problem(kernel, dtypes[n % len(dtypes)], *of) for n, of in enumerate(IN_ONE_DTYPE)]
-        operations = "jvp", "backward_jvp", "double_backward"
-        found += [Problem(kernel, dtype, *of, operations) for of in TANGENTS for dtype in dtypes]
+            some = FEATURES[: len(FEATURES) // 4] if dtype is np.float16 else FEATURES + WIDE * portable
+            found += [Problem(kernel, dtype, *of, both) for of in some]
+        for n, (case, options) in enumerate(IN_ONE_DTYPE):
+            sloped = options.get("score") == "sloped" and "dropout_p" in options  # Hopper's backward takes not both
+            found.append(Problem(kernel, dtypes[n % len(dtypes)], case, options, both[: 1 + (portable or not sloped)]))
+        for case, options in TANGENTS:  # Hopper's gradients along tangents are beside neither a bias nor a function
+            operations = along if portable or not {"bias", "score"} & {*options} else along[:1]
+            found += [Problem(kernel, dtype, case, options, operations) for dtype in dtypes]
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cuattn import api
 from cuattn.pairwise.functions import FUNCTIONS
-from cuattn.pairwise.pairs import DIRECT_DIM, Pairs
+from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 from cuattn.results import Forward
 
 _LOWEST = -1e30  # a score that is as good as hidden, and of which products stay finite
@@ -43,7 +43,7 @@ class Attention:
             "scale": 1.0,
             "precision": "tf32" if pairs.precision == "tf32" else None,
             "score": pairs.function.score,
-            "kernel": pairs.kernel,
+            "kernel": None if pairs.kernel == "products" else pairs.kernel,
         }
 
     def _cast(self, array: Any) -> Any:
@@ -57,33 +57,34 @@ class Attention:
         q = xp.concatenate([2 * self._x, -of_x[..., None], ones[0]], -1)
         return q, xp.concatenate([self._y, ones[1], of_key[..., None]], -1)
 
-    def _forward(self, v: Any, key_log: Any = None) -> tuple[Any, Any]:
-        """Return o and the logarithm of the rows' sums, with the keys' logarithms as weights.
+    def _forward(self, v: Any, key_log: Any = None) -> tuple[Any, Any, Any]:
+        """Return o, and l and m of the rows' sums l exp(m), with the keys' logarithms as weights.
 
         What the Gaussian has of keys alone is a bias of them, and of rows alone is added last, so that vectors stay as
         short as points are.
         """
         if self._options["score"] is not None:
             found = api.forward(*self._columns(), v, **self._options)
-            return found.o, found.lse
+            return found.o, found.l, found.m
         of_x, of_y = self._squares
         bias = (-of_y if key_log is None else self._cast(key_log) - of_y)[..., None, :]
         found = api.forward(2 * self._x, self._y, v, bias=bias, **self._options)
-        with np.errstate(divide="ignore"):
-            return found.o, (found.m - of_x) + self._pairs.xp.log(found.l)
+        return found.o, found.l, found.m - of_x
 
     def sums(self, v: Any) -> Any:
-        """Return sum_j k_ij v_j."""
-        o, logs = self._forward(self._cast(v))
-        return o * self._pairs.xp.exp(logs)[..., None]
+        """Return sum_j k_ij v_j; the logarithm of l would lose digits where l is large."""
+        o, l, m = self._forward(self._cast(v))
+        return o * (l * self._pairs.xp.exp(m))[..., None]
 
-    def zeros(self, u: Any) -> Any:
-        """Return as many zeros for each key as u has columns."""
-        return self._pairs.xp.zeros((*self._y.shape[:-1], u.shape[-1]), self._work)
+    def transposed_sums(self, u: Any) -> Any:
+        """Return sum_i k_ij u_i."""
+        return self.slopes(u, self._pairs.xp.zeros((*self._y.shape[:-1], u.shape[-1]), self._work))[2]
 
     def logs(self, key_log: Any) -> Any:
         """Return log sum_j exp(key_log_j - w_ij)."""
-        return self._forward(self._y[..., :0], key_log)[1]
+        _, l, m = self._forward(self._y[..., :0], key_log)
+        with np.errstate(divide="ignore"):
+            return m + self._pairs.xp.log(l)
 
     def slopes(self, u: Any, v: Any, row_log: Any = None, key_log: Any = None) -> tuple[Any, Any, Any, Any]:
         """Return the gradients of sum_ij (u_i . v_j) k_ij by the points and v, and by the logarithm of their scale.
@@ -104,3 +105,18 @@ class Attention:
         # The sum depends on the scaled points alone, by their differences: Euler's theorem gives the rest.
         dscale = sum((p.astype(np.float64) * dp).sum() for p, dp in ((self._x, dx), (self._y, dy)))
         return dx * self._root, dy * self._root, dv, dscale
+
+
+def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
+    """Return what is wanted for the rows of a call's points; only sums are transposed."""
+    attention = Attention(pairs)
+    if wanted.logs:
+        return Sums(logs=attention.logs(wanted.key_log))
+    if wanted.slopes:
+        return Sums(directions=gradients(pairs, *wanted[:4])[0] / (-2 * pairs.factor))
+    return Sums(attention.transposed_sums(wanted.v) if transposed else attention.sums(wanted.v))
+
+
+def gradients(pairs: Pairs, u: Any, v: Any, row_log: Any = None, key_log: Any = None) -> tuple[Any, Any, Any, Any]:
+    """Return the gradients by x, y and v, and by the logarithm of the scale, all of one backward."""
+    return Attention(pairs).slopes(u, v, row_log, key_log)

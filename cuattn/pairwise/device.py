@@ -39,6 +39,9 @@ SUMS, LOGS, SLOPES = range(3)
 """What a kernel's ``cfg::reduction`` says."""
 
 
+TAKEN = "at most 32 coordinates (8 in float64) and no mask"
+
+
 def takes(pairs: Pairs) -> bool:
     """Return whether the kernels are for a call's points."""
     few = pairs.dim <= MOST_DIM[pairs.work.itemsize] and math.prod(pairs.batch) <= MOST_BATCH
@@ -106,7 +109,7 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     *batch, n_rows, dim = x.shape
     columns = 0 if wanted.v is None else wanted.v.shape[-1]
     if pairs.is_empty or (wanted.sums and not columns):
-        return _nothing(xp, (*batch, n_rows), dim, columns)
+        return nothing(xp, (*batch, n_rows), dim, columns)
     unit = pairs.function.base
     given = {"x": x, "y": y, "u": wanted.u, "v": wanted.v}
     given = {name: None if a is None else xp.ascontiguousarray(a.astype(work, copy=False)) for name, a in given.items()}
@@ -125,19 +128,18 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
         "directions": xp.empty((*stacked, dim), work) if wanted.slopes else None,
         "moments": xp.empty(stacked, work) if wanted.slopes or wanted.logs else None,
     }
-    kernel.launch([_address(a) for a in (*given.values(), *made.values())], pairs.origin.stream().ptr)
+    kernel.launch([address_of(a) for a in (*given.values(), *made.values())], pairs.origin.stream().ptr)
     if wanted.logs:
-        return Sums(logs=_log_sum(xp, made["moments"]) / _LOG2_E)
+        return Sums(logs=log_sum(xp, made["moments"]) / _LOG2_E)
     sums, directions, moments = (None if a is None else a[0] if len(a) == 1 else a.sum(0) for a in made.values())
     return Sums(sums, None, directions, None if moments is None else moments / unit)
 
 
-def _address(array: Any) -> int:
-    """Return where an array is; 0 for none."""
+def address_of(array: Any) -> int:
     return 0 if array is None else array.data.ptr
 
 
-def _log_sum(xp: Any, logs: Any) -> Any:
+def log_sum(xp: Any, logs: Any) -> Any:
     """Return the base-2 logarithm of the sum of parts, which lie along the first axis."""
     if len(logs) == 1:
         return logs[0]
@@ -146,6 +148,5 @@ def _log_sum(xp: Any, logs: Any) -> Any:
     return reference + xp.log2(xp.exp2(logs - reference).sum(0))
 
 
-def _nothing(xp: Any, shape: tuple[int, ...], dim: int, columns: int) -> Sums:
-    """Return the sums over no keys."""
+def nothing(xp: Any, shape: tuple[int, ...], dim: int, columns: int) -> Sums:
     return Sums(xp.zeros((*shape, columns)), xp.full(shape, -xp.inf), xp.zeros((*shape, dim)), xp.zeros(shape))

@@ -27,18 +27,18 @@ class SoftminGradients(NamedTuple):
 
 def log_sums(pairs: Pairs, key_log: Any) -> Any:
     """Return log sum_j exp(key_log_j - w_ij)."""
-    room = engine(pairs)
-    if room is not None:
-        return room.run(pairs, Wanted(key_log=key_log, logs=True)).logs
-    from cuattn.pairwise.attention import Attention
-
-    return Attention(pairs).logs(key_log)
+    return engine(pairs).run(pairs, Wanted(key_log=key_log, logs=True)).logs
 
 
 def of_eps(pairs: Pairs) -> None:
     """Make the scale eps of costs, which are half of squared distances, one of distances."""
     eps = pairs.scale
     pairs.scale = math.sqrt(eps) if isinstance(eps, float) else pairs.xp.sqrt(eps)
+
+
+def _over(potential: Any, eps: Any) -> Any:
+    """Return a potential in units of eps, in float64 wherever eps is."""
+    return potential.astype(np.float64) / eps
 
 
 @public
@@ -97,7 +97,7 @@ def softmin(
         expect_length("h", pairs.arrays["h"], pairs.y.shape[-2], "y")
         eps = pairs.scale
         of_eps(pairs)
-        return pairs.give(-eps * log_sums(pairs, pairs.spread("h", 1) / eps))
+        return pairs.give(-eps * log_sums(pairs, _over(pairs.spread("h", 1), eps)).astype(np.float64))
 
 
 @public
@@ -160,7 +160,7 @@ def softmin_backward(
         for name, array in (("df", df), ("f", f)):
             expect_array(name, array, shape, pairs.work)
         of_eps(pairs)
-        dx, dy, dh = of_softmin(pairs, df, pairs.spread("h", 1) / eps, f / eps)
+        dx, dy, dh = of_softmin(pairs, df, _over(pairs.spread("h", 1), eps), _over(f, eps))
         factor = -eps
         return SoftminGradients(
             pairs.give(pairs.gather(factor * dx, "x")),

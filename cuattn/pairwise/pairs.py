@@ -24,7 +24,7 @@ from cuattn.problem.scalars import choice
 DIRECT_DIM = 8
 """Coordinates up to which distances are sums of squared differences, or as exact as those."""
 
-KERNELS = "cpu", "direct", "sm80", "sm90"
+KERNELS = "cpu", "direct", "products", "sm80", "sm90"
 
 
 class Wanted(NamedTuple):
@@ -127,8 +127,8 @@ class Pairs:
 
     @property
     def factor(self) -> Any:
-        """What makes w of a squared distance: a float, or a 0-d float64 array."""
-        return self.function.weight / self.scale**2
+        """What makes w of a squared distance: a float, or a 0-d float64 array of the same value."""
+        return self.function.weight / (self.scale * self.scale)
 
     @cached_property
     def batch(self) -> tuple[int, ...]:

@@ -27,9 +27,10 @@ _PARAGRAPHS = {
         Row i takes keys ``i - left <= j <= i + right``, see :func:`cuattn.attention`.
     precision : {None, "float64", "tf32"}, optional
         "float64" computes in float64 and rounds the result; "tf32" permits products in TF32 above 8 coordinates.
-    kernel : {None, "cpu", "direct", "sm80", "sm90"}, optional
-        What computes: on a GPU differences of coordinates ("direct": without masks, up to 32 of them or 8 in float64)
-        or the named family of attention kernels; None takes "direct" up to 8 coordinates.""",
+    kernel : {None, "cpu", "direct", "products", "sm80", "sm90"}, optional
+        What computes: on a GPU differences of coordinates ("direct": without masks, up to 32 of them or 8 in float64),
+        products of up to 128 in float32 ("products": without masks, not the Laplacian), or the named family of
+        attention kernels; None takes the first of them up to 8 coordinates, else products, else differences.""",
     "errors": """ShapeError, DtypeError, ArgumentError, MaskError, UnsupportedError
         When an argument does not fit; the message names it, its value and what was expected.""",
     "accuracy": """Up to 8 coordinates distances are as good as sums of squared differences.  Above, float32 takes them
@@ -63,7 +64,7 @@ class MatvecGradients(NamedTuple):
 
 
 def engine(pairs: Pairs) -> Any:
-    """Return what computes a call's sums with :class:`Wanted` where it is, on the host or on a GPU; None for attention.
+    """Return the module that computes a call's sums with :class:`Wanted`.
 
     Raises
     ------
@@ -79,13 +80,15 @@ def engine(pairs: Pairs) -> Any:
         return host
     if wanted == "cpu":
         raise UnsupportedError("kernel is 'cpu' but x is on a GPU; expected an array in host memory")
-    from cuattn.pairwise import device
+    from cuattn.pairwise import attention, device, tensor_cores
 
-    if device.takes(pairs) and (wanted == "direct" or (wanted is None and pairs.is_direct)):
-        return device
-    if wanted == "direct":
-        raise UnsupportedError("kernel is 'direct'; expected at most 32 coordinates (8 in float64) and no mask")
-    return None
+    rooms: dict[str | None, Any] = {"direct": device, "products": tensor_cores}
+    if wanted is None:
+        order = ("direct", "products") if pairs.is_direct else ("products", "direct")
+        wanted = next((name for name in order if rooms[name].takes(pairs)), None)
+    elif wanted in rooms and not rooms[wanted].takes(pairs):
+        raise UnsupportedError(f"kernel is {wanted!r}; expected {rooms[wanted].TAKEN}")
+    return rooms.get(wanted, attention)
 
 
 @public
@@ -149,13 +152,7 @@ def matvec(
 
 def product(pairs: Pairs, b: Any, transposed: bool = False) -> Any:
     """Return sum_j k_ij b_j, or sum_i k_ij b_i if it is transposed."""
-    room = engine(pairs)
-    if room is not None:
-        return room.run(pairs, Wanted(v=b, sums=True), transposed).sums
-    from cuattn.pairwise.attention import Attention
-
-    attention = Attention(pairs)
-    return attention.slopes(b, attention.zeros(b))[2] if transposed else attention.sums(b)
+    return engine(pairs).run(pairs, Wanted(v=b, sums=True), transposed).sums
 
 
 @public
@@ -229,10 +226,8 @@ def gradients(pairs: Pairs, u: Any, v: Any, row_log: Any = None, key_log: Any = 
     With logarithms k is the Gaussian, multiplied by their exponentials; there the last is not for use.
     """
     room = engine(pairs)
-    if room is None:
-        from cuattn.pairwise.attention import Attention
-
-        return Attention(pairs).slopes(u, v, row_log, key_log)
+    if hasattr(room, "gradients"):
+        return room.gradients(pairs, u, v, row_log, key_log)
     of_x: Sums = room.run(pairs, Wanted(u, v, row_log, key_log, slopes=True, moments=row_log is None))
     of_y: Sums = room.run(pairs, Wanted(v, u, key_log, row_log, slopes=True, sums=True), transposed=True)
     factor = -2 * pairs.factor
@@ -244,9 +239,4 @@ def pull(pairs: Pairs, row_log: Any, key_log: Any) -> Any:
     """Return sum_j p_ij (x_i - y_j) of p_ij = exp(row_log_i + key_log_j - w_ij)."""
     xp, (rows, keys) = pairs.xp, (row_log.shape[-1], key_log.shape[-1])
     u, v = (xp.ones((*pairs.batch, n, 1), pairs.work) for n in (rows, keys))
-    room = engine(pairs)
-    if room is not None:
-        return room.run(pairs, Wanted(u, v, row_log, key_log, slopes=True)).directions
-    from cuattn.pairwise.attention import Attention
-
-    return Attention(pairs).slopes(u, v, row_log, key_log)[0] / (-2 * pairs.factor)
+    return engine(pairs).run(pairs, Wanted(u, v, row_log, key_log, slopes=True)).directions

@@ -54,15 +54,15 @@ struct Rows {
 };
 
 // A tile of keys; those that do not exist add nothing: their v is 0, their logarithm -inf.
-__device__ __forceinline__ void load_keys(Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, i32 column) {
+__device__ __forceinline__ void load_keys(Key* tile, const PairwiseParams& p, const Share& share, i32 first) {
     const i32 j = first + threadIdx.x;
-    const bool there = j < stop;
-    const i64 key = batch * p.n_keys + (there ? j : 0);
+    const bool there = j < share.stop;
+    const i64 key = share.batch * p.n_keys + (there ? j : 0);
     Key own;
     unroll<kStride>([&](int c) {
         own.at[c] = 0;
         if (c < kDim) own.at[c] = there ? p.y[key * kDim + c] : Acc(0);
-        else if (c < kDim + kWidth) own.at[c] = there && column + c - kDim < p.columns ? p.v[key * p.columns + column + c - kDim] : Acc(0);
+        else if (c < kDim + kWidth) own.at[c] = there && share.column + c - kDim < p.columns ? p.v[key * p.columns + share.column + c - kDim] : Acc(0);
         else if (kLogs && c == kDim + kWidth) own.at[c] = there ? p.key_log[key] : -infinity<Acc>();
     });
     __syncthreads();  // nobody reads the last tile any more
@@ -79,10 +79,10 @@ __device__ __forceinline__ void for_rows(const PairwiseParams& p, const Work& wo
     });
 }
 
-__device__ __forceinline__ void sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, i32 column, Acc factor) {
+__device__ __forceinline__ void sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, const Share& share, Acc factor) {
     Total<Acc> totals[kRows][kColumns];
-    for (i32 j = first; j < stop; j += kKeys) {
-        load_keys(tile, p, batch, j, stop, column);
+    for (i32 j = share.start; j < share.stop; j += kKeys) {
+        load_keys(tile, p, share, j);
         Acc sums[kRows][kColumns] = {};
 #pragma unroll 4
         for (int n = 0; n < kKeys; ++n) {
@@ -94,10 +94,9 @@ __device__ __forceinline__ void sum_rows(const Rows& rows, Key* tile, const Pair
         }
         unroll<kRows, kWidth>([&](int r, int c) { totals[r][c].add(sums[r][c]); });
     }
-    const i64 part = static_cast<i64>(blockIdx.y % p.parts) * gridDim.z + batch;
     for_rows(p, [&](int r, i32 row) {
         unroll<kWidth>([&](int c) {
-            if (column + c < p.columns) p.sums[(part * p.n_rows + row) * p.columns + column + c] = totals[r][c].sum;
+            if (share.column + c < p.columns) p.sums[(share.of_parts() * p.n_rows + row) * p.columns + share.column + c] = totals[r][c].sum;
         });
     });
 }
@@ -169,29 +168,28 @@ struct LogSums {
     }
 };
 
-__device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, Acc factor) {
+__device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const PairwiseParams& p, const Share& share, Acc factor) {
     LogSums found;
-    for (i32 j = first; j < stop; j += kKeys) {
-        load_keys(tile, p, batch, j, stop, 0);
+    for (i32 j = share.start; j < share.stop; j += kKeys) {
+        load_keys(tile, p, share, j);
         found.add(rows, tile, factor);
     }
-    const i64 part = static_cast<i64>(blockIdx.y) * gridDim.z + batch;
     for_rows(p, [&](int r, i32 row) {
         const Acc l = found.l[r].sum;
-        p.moments[part * p.n_rows + row] = l == Acc(0) ? -infinity<Acc>() : found.m[r] + log2(l);
+        p.moments[share.of_blocks() * p.n_rows + row] = l == Acc(0) ? -infinity<Acc>() : found.m[r] + log2(l);
     });
 }
 
-__device__ __forceinline__ void gradient_rows(const Rows& rows, Key* tile, const PairwiseParams& p, i64 batch, i32 first, i32 stop, i32 column, Acc factor) {
+__device__ __forceinline__ void gradient_rows(const Rows& rows, Key* tile, const PairwiseParams& p, const Share& share, Acc factor) {
     Acc u[kRows][kColumns] = {}, row_log[kRows] = {};
     for_rows(p, [&](int r, i32 row) {
-        const i64 at = batch * p.n_rows + row;
-        unroll<kWidth>([&](int c) { u[r][c] = column + c < p.columns ? p.u[at * p.columns + column + c] : Acc(0); });
+        const i64 at = share.batch * p.n_rows + row;
+        unroll<kWidth>([&](int c) { u[r][c] = share.column + c < p.columns ? p.u[at * p.columns + share.column + c] : Acc(0); });
         if constexpr (kLogs) row_log[r] = p.row_log[at];
     });
     Acc directions[kRows][kDim] = {}, moments[kRows] = {}, values[kRows][kColumns] = {};
-    for (i32 j = first; j < stop; j += kKeys) {
-        load_keys(tile, p, batch, j, stop, column);
+    for (i32 j = share.start; j < share.stop; j += kKeys) {
+        load_keys(tile, p, share, j);
         Acc tile_directions[kRows][kDim] = {}, tile_moments[kRows] = {}, tile_values[kRows][kColumns] = {};
 #pragma unroll 2
         for (int n = 0; n < kKeys; ++n) {
@@ -220,13 +218,13 @@ __device__ __forceinline__ void gradient_rows(const Rows& rows, Key* tile, const
             moments[r] += tile_moments[r];
         });
     }
-    const i64 part = static_cast<i64>(blockIdx.y) * gridDim.z + batch, sums_part = static_cast<i64>(blockIdx.y % p.parts) * gridDim.z + batch;
+    const i64 part = share.of_blocks();
     for_rows(p, [&](int r, i32 row) {
         unroll<kDim>([&](int c) { p.directions[(part * p.n_rows + row) * kDim + c] = directions[r][c]; });
         p.moments[part * p.n_rows + row] = moments[r];
         if constexpr (kSums) {
             unroll<kWidth>([&](int c) {
-                if (column + c < p.columns) p.sums[(sums_part * p.n_rows + row) * p.columns + column + c] = values[r][c];
+                if (share.column + c < p.columns) p.sums[(share.of_parts() * p.n_rows + row) * p.columns + share.column + c] = values[r][c];
             });
         }
     });
@@ -234,14 +232,12 @@ __device__ __forceinline__ void gradient_rows(const Rows& rows, Key* tile, const
 
 extern "C" __global__ __launch_bounds__(kThreads) void pairwise_rows(const __grid_constant__ PairwiseParams p) {
     __shared__ Key tile[kKeys];
-    const i64 batch = blockIdx.z;
-    const i32 part = blockIdx.y % p.parts, column = blockIdx.y / p.parts * cfg::width;
-    const i32 first = part * p.keys_per_part, stop = min(first + p.keys_per_part, p.n_keys);
+    const Share share(p);
     const Acc factor = static_cast<Acc>(p.factors == nullptr ? p.factor : *p.factors);
     Rows rows;
     unroll<kRows>([&](int r) { unroll<kDim>([&](int c) { rows.x[r][c] = 0; }); });
-    for_rows(p, [&](int r, i32 row) { unroll<kDim>([&](int c) { rows.x[r][c] = p.x[(batch * p.n_rows + row) * kDim + c]; }); });
-    if constexpr (kLse) log_sum_rows(rows, tile, p, batch, first, stop, factor);
-    else if constexpr (kGradient) gradient_rows(rows, tile, p, batch, first, stop, column, factor);
-    else sum_rows(rows, tile, p, batch, first, stop, column, factor);
+    for_rows(p, [&](int r, i32 row) { unroll<kDim>([&](int c) { rows.x[r][c] = p.x[(share.batch * p.n_rows + row) * kDim + c]; }); });
+    if constexpr (kLse) log_sum_rows(rows, tile, p, share, factor);
+    else if constexpr (kGradient) gradient_rows(rows, tile, p, share, factor);
+    else sum_rows(rows, tile, p, share, factor);
 }

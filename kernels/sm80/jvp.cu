@@ -10,8 +10,8 @@
 #include "sm80/tangent_tiles.cuh"
 
 constexpr int n_tiles = cfg::block_n / 8, v_tiles = cfg::columns / 8;
-constexpr int q_bytes = cfg::block_m * cfg::head_dim * int(sizeof(Elem)), k_bytes = cfg::block_n * cfg::head_dim * int(sizeof(Elem));
-constexpr int v_bytes = cfg::block_n * cfg::columns * int(sizeof(Elem));
+constexpr int q_bytes = Product::tile_bytes<cfg::block_m, cfg::head_dim>, k_bytes = Product::tile_bytes<cfg::block_n, cfg::head_dim>;
+constexpr int v_bytes = Product::tile_bytes<cfg::block_n, cfg::columns>;
 constexpr int k_at = 0, tk_at = k_bytes, v_at = tk_at + (cfg::tk ? k_bytes : 0), tv_at = v_at + v_bytes;
 constexpr int stage_bytes = tv_at + (cfg::tv ? v_bytes : 0);
 using Scores = Acc[1][n_tiles][4];
@@ -64,6 +64,31 @@ __device__ __forceinline__ void load_keys(const TangentParams& p, const Work& w,
     if constexpr (cfg::tv) load_rows<cfg::block_n, cfg::columns>(stage + tv_at, w.tv + first * p.tv.row, p.tv.row, columns, live);
 }
 
+// What has been copied into a tile becomes what products take, before others read it.
+template <int rows, int columns, i32 shift>
+__device__ __forceinline__ void prepare(u32 tile) {
+#pragma unroll 2
+    for (int i = 0; i < split::steps<rows, columns, threads>; ++i) split::split_step<rows, columns, threads, shift>(tile, threadIdx.x, i);
+}
+
+__device__ __forceinline__ void prepare_queries(u32 q) {
+    if constexpr (sizeof(Elem) == 4) {
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        prepare<cfg::block_m, cfg::head_dim, 0>(q);
+        if constexpr (cfg::tq) prepare<cfg::block_m, cfg::head_dim, 0>(q + q_bytes);
+    }
+}
+
+__device__ __forceinline__ void prepare_keys(u32 stage) {
+    if constexpr (sizeof(Elem) == 4) {
+        prepare<cfg::block_n, cfg::head_dim, Mma<float>::key_shift>(stage + k_at);
+        if constexpr (cfg::tk) prepare<cfg::block_n, cfg::head_dim, Mma<float>::key_shift>(stage + tk_at);
+        prepare<cfg::block_n, cfg::columns, 0>(stage + v_at);
+        if constexpr (cfg::tv) prepare<cfg::block_n, cfg::columns, 0>(stage + tv_at);
+    }
+}
+
 // Running statistics of the two rows of a lane, and sums relative to them.
 struct RowSums {
     Acc m[2] = {-infinity<Acc>(), -infinity<Acc>()}, l[2] = {0, 0}, centre[2] = {0, 0};
@@ -106,9 +131,7 @@ struct RowSums {
 __device__ __forceinline__ void attend(const TangentParams& p, const Work& w, Tile tile, u32 q, u32 stage, RowSums& rows) {
     const i32 first = tile.n() * cfg::block_n;
     Scores s = {}, t = {};
-    add_scores<cfg::head_dim>(s, q, stage + k_at);
-    if constexpr (cfg::tq) add_scores<cfg::head_dim>(t, q + q_bytes, stage + k_at);
-    if constexpr (cfg::tk) add_scores<cfg::head_dim>(t, q, stage + tk_at);
+    add_moved_scores<cfg::head_dim>(s, t, q, q + q_bytes, stage + k_at, stage + tk_at);
     for_elements<false, n_tiles>(p, w, w.row0, first, [&](int n, int i, i32 row, i32 key, const auto&... place) {
         const MovedScore x = move_score(p, s[0][n][i], t[0][n][i], w.bias, w.tbias, row, key, static_cast<const TracedHead&>(w), place...);
         s[0][n][i] = x.score;
@@ -117,9 +140,7 @@ __device__ __forceinline__ void attend(const TangentParams& p, const Work& w, Ti
     if (tile.partial()) for_hidden<false, n_tiles>(p, w.mask.slices(), w.row0, first, [&](int n, int i) { s[0][n][i] = -infinity<Acc>(), t[0][n][i] = 0; });
     rows.update(s, t);
     if constexpr (cfg::dropout != 0) for_dropped<false, n_tiles>(p, w.stream, w.row0, first, [&](int n, int i) { s[0][n][i] = t[0][n][i] = 0; });
-    add_values<cfg::columns>(rows.o, s, stage + v_at, 0);
-    if constexpr (cfg::moves) add_values<cfg::columns>(rows.to, t, stage + v_at, 0);
-    if constexpr (cfg::tv) add_values<cfg::columns>(rows.to, s, stage + tv_at, 0);
+    add_moved_values<cfg::columns>(rows.o, rows.to, s, t, stage + v_at, stage + tv_at);
 }
 
 __device__ __forceinline__ void store(const TangentParams& p, const Work& w, RowSums& rows) {
@@ -150,6 +171,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
     const auto live = [&](i32 row) { return w.row0 + row < p.n_queries; };
     load_rows<cfg::block_m, cfg::head_dim>(q, w.q + w.row0 * p.q.row, p.q.row, p.head_dim, live);
     if constexpr (cfg::tq) load_rows<cfg::block_m, cfg::head_dim>(q + q_bytes, w.tq + w.row0 * p.tq.row, p.tq.row, p.head_dim, live);
+    prepare_queries(q);
     TileWalk walk(p, w.mask, p.key_tiles);
     Tile tile = walk.next();
     if (cfg::stages == 2 && tile.exists()) load_keys(p, w, tile, stages);
@@ -160,6 +182,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
         const u32 stage = stages + at * stage_bytes;
         if constexpr (cfg::stages == 2) {
             ptx::cp_async_wait<0>();
+            prepare_keys(stage);
             __syncthreads();  // this tile has arrived, and everybody is done with the one before
             if (next.exists()) load_keys(p, w, next, stages + (at ^ 1) * stage_bytes);
             ptx::cp_async_commit();
@@ -168,6 +191,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void attention
             load_keys(p, w, tile, stage);
             ptx::cp_async_commit();
             ptx::cp_async_wait<0>();
+            prepare_keys(stage);
             __syncthreads();  // this tile has arrived
         }
         attend(p, w, tile, q, stage, rows);

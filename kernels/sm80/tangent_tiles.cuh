@@ -1,12 +1,13 @@
 // Tiles and products of the kernels along tangents: a warp owns 16 rows of an owner's tile, and streams past them tiles of the other side.
 //
 // All products are those of the forward: an owner's rows with a streamed tile's give scores in registers, and scores, rounded to the tile's
-// type, with a streamed tile give sums.  Float32 is computed in float64 (cfg::source: what memory holds; cfg::stat: l, m and unrounded results).
+// type, with a streamed tile give sums.  Float32 is computed of pairs of halves (sm80/mma_f32.cuh) or in float64 (cfg::source: what memory holds;
+// cfg::stat: l, m and unrounded results).
 #pragma once
 #include "attn/mask.cuh"
 #include "attn/philox.cuh"
 #include "attn/tangents.cuh"
-#include "sm80/mma.cuh"
+#include "sm80/mma_f32.cuh"
 
 using Elem = cfg::elem;
 using Source = cfg::source;
@@ -40,6 +41,10 @@ __device__ __forceinline__ void add_scores(Acc (&s)[1][tiles][4], u32 owner, u32
         Product::QRows<1, columns> rows(owner, owned_rows, threadIdx.x / 32 * 16, lane);
         rows.load();
         Product::scores(s, rows, streamed, lane);
+    } else if constexpr (sizeof(Elem) == 4) {
+        Acc part[1][tiles][4] = {};  // which exponents of rows are applied to
+        Product::scores(part, Product::QRows<1, columns>(owner, owned_rows, threadIdx.x / 32 * 16, lane), streamed, lane);
+        unroll<tiles, 4>([&](int n, int i) { s[0][n][i] += part[0][n][i]; });
     } else {  // unrolled altogether it would hold too many addresses
         const Mma<double>::QRows<1, columns> rows(owner, owned_rows, threadIdx.x / 32 * 16, lane);
         const Mma<double>::RowElements<columns * int(sizeof(double))> keys(streamed, lane);
@@ -54,6 +59,110 @@ __device__ __forceinline__ void add_scores(Acc (&s)[1][tiles][4], u32 owner, u32
             });
         }
     }
+}
+
+// s += q k, t += q. k + q k., of as many of these as there are; in float64 all at once, since few products of a warp depend on nothing else.
+template <int columns, int tiles>
+__device__ __forceinline__ void add_moved_scores(Acc (&s)[1][tiles][4], Acc (&t)[1][tiles][4], u32 q, u32 tq, u32 k, u32 tk) {
+    if constexpr (sizeof(Elem) < 8) {
+        add_scores<columns>(s, q, k);
+        if constexpr (cfg::tq) add_scores<columns>(t, tq, k);
+        if constexpr (cfg::tk) add_scores<columns>(t, q, tk);
+    } else {
+        constexpr int row_bytes = columns * int(sizeof(double));
+        const u32 lane = threadIdx.x % 32;
+        const Mma<double>::QRows<1, columns> rows(q, owned_rows, threadIdx.x / 32 * 16, lane);
+        const Mma<double>::RowElements<row_bytes> keys(k, lane);
+        Acc other[1][tiles][4] = {};
+#pragma unroll 2
+        for (int step = 0; step < columns / 8; ++step) {
+            double a[4], ta[4];
+            rows.get(a, 0, step);
+            if constexpr (cfg::tq) {
+                Mma<double>::QRows<1, columns> moved = rows;
+                moved.rows.half += tq - q;
+                moved.get(ta, 0, step);
+            }
+            unroll<tiles>([&](int n) {
+                double b0, b1, tb0, tb1;
+                keys.get(b0, b1, step, n * 8 * row_bytes);
+                mma(s[0][n], a, b0, b1);
+                if constexpr (cfg::tq) mma(t[0][n], ta, b0, b1);
+                if constexpr (cfg::tk) {
+                    keys.get(tb0, tb1, step, tk - k + n * 8 * row_bytes);
+                    mma(other[0][n], a, tb0, tb1);
+                }
+            });
+        }
+        unroll<tiles, 4>([&](int n, int i) { t[0][n][i] += other[0][n][i]; });
+    }
+}
+
+// Halves have a fixed least bit, and weights of tangents any size: those of each row are taken relative to the power of two beneath the largest.
+template <int tiles>
+struct RowUnits {
+    Acc up[2], down[2];
+
+    __device__ __forceinline__ explicit RowUnits(const Acc (&s)[1][tiles][4]) {
+        unroll<2>([&](int h) {
+            Acc top = 0;
+            unroll<tiles, 2>([&](int n, int e) { top = fmaxf(top, fabsf(s[0][n][2 * h + e])); });
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const u32 exponent = min(max(__float_as_uint(top) & 0x7f800000u, split::kLeast), 253u << 23);
+            down[h] = __uint_as_float(exponent), up[h] = __uint_as_float((254u << 23) - exponent);
+        });
+    }
+};
+
+// Fragments of the left factor of products with a tile of pairs of halves, and the factors that the rows' products take.
+template <int tiles>
+struct SplitWeights {
+    Mma<float>::Weights<1> parts[tiles / 2];
+    float unit[2];
+
+    template <class Keys>
+    __device__ __forceinline__ SplitWeights(const Acc (&s)[1][tiles][4], const Keys& keys) {
+        unroll<tiles / 2>([&](int c) { Mma<float>::weigh(parts[c], s, c, keys); });
+        unit[0] = unit[1] = keys.unit();
+    }
+
+    // sum += the rows with 8 columns; b: 16 keys each, hi and lo.
+    __device__ __forceinline__ void add(float (&sum)[4], const u32 (&b)[tiles / 2][4]) const {
+        float part[4] = {}, low[4] = {};
+        unroll<tiles / 2>([&](int c) {
+            if constexpr (!cfg::tf32) {
+                ptx::mma_m16n8k16_f16(low, parts[c].hi[0], b[c][2], b[c][3]);  // lo of the tile is held times 2^11
+                ptx::mma_m16n8k16_f16(part, parts[c].lo[0], b[c][0], b[c][1]);
+            }
+            ptx::mma_m16n8k16_f16(part, parts[c].hi[0], b[c][0], b[c][1]);
+        });
+        unroll<4>([&](int r) { sum[r] = fmaf(cfg::tf32 ? part[r] : fmaf(low[r], split::kLowUnit, part[r]), unit[r / 2], sum[r]); });
+    }
+};
+
+// sum += s with a streamed tile of pairs of halves, and if `moves` moved += t with it; t becomes anything.
+template <bool moves, int columns, int sums, int tiles>
+__device__ __forceinline__ void add_split_values(Acc (&sum)[1][sums][4], Acc (&moved)[1][sums][4], const Acc (&s)[1][tiles][4], Acc (&t)[1][tiles][4], u32 streamed) {
+    static_assert(columns == 8 * sums && columns <= 128, "one segment");
+    constexpr int row_bytes = columns * 4;
+    const u32 l = threadIdx.x % 32;
+    const LaneRow<row_bytes> lane(l & 15, l >> 4);
+    const Mma<float>::KeyExponents<tiles, 1> keys(streamed + tiles * 8 * row_bytes, 0, l);
+    const SplitWeights<tiles> weights(s, keys);
+    SplitWeights<tiles> other(weights);
+    if constexpr (moves) {
+        const RowUnits<tiles> units(t);
+        unroll<tiles, 4>([&](int n, int i) { t[0][n][i] *= units.up[i / 2]; });
+        other = SplitWeights<tiles>(t, keys);
+        unroll<2>([&](int h) { other.unit[h] *= units.down[h]; });
+    }
+    unroll<sums>([&](int n) {
+        u32 b[tiles / 2][4];
+        unroll<tiles / 2>([&](int c) { ptx::ldmatrix_x4_trans(b[c], streamed + lane.offset(n) + c * 16 * row_bytes); });
+        weights.add(sum[0][n], b);
+        if constexpr (moves) other.add(moved[0][n], b);
+    });
 }
 
 // sum += s with columns first ... first + 8 sums of a streamed tile that has `columns`; a multiple of 16.
@@ -85,6 +194,44 @@ __device__ __forceinline__ void add_values(Acc (&sum)[1][sums][4], const Acc (&s
                 ptx::load_shared(b1, rows + odd.offset(first / 16 + pair));
                 mma(sum[0][2 * pair], a, b0.x, b1.x);
                 mma(sum[0][2 * pair + 1], a, b0.y, b1.y);
+            });
+        });
+    }
+}
+
+// The same of a jvp: o += s v, to += t v + s tv.
+template <int columns, int sums, int tiles>
+__device__ __forceinline__ void add_moved_values(Acc (&o)[1][sums][4], Acc (&to)[1][sums][4], const Acc (&s)[1][tiles][4], Acc (&t)[1][tiles][4], u32 v, u32 tv) {
+    if constexpr (sizeof(Elem) == 4) {
+        if constexpr (cfg::tv) add_split_values<false, columns>(to, to, s, t, tv);
+        add_split_values<cfg::moves, columns>(o, to, s, t, v);
+    } else if constexpr (sizeof(Elem) == 2) {
+        add_values<columns>(o, s, v, 0);
+        if constexpr (cfg::moves) add_values<columns>(to, t, v, 0);
+        if constexpr (cfg::tv) add_values<columns>(to, s, tv, 0);
+    } else {
+        constexpr int row_bytes = columns * int(sizeof(double));
+        const u32 l = threadIdx.x % 32;
+        const LaneRow<row_bytes, 128, true> even(l % 4 * 2, l / 4), odd(l % 4 * 2 + 1, l / 4);
+        unroll<tiles / 2, 2>([&](int c, int half) {
+            double a[4], ta[4];
+            unroll<4>([&](int r) { a[r] = s[0][2 * c + half][r % 2 * 2 + r / 2], ta[r] = t[0][2 * c + half][r % 2 * 2 + r / 2]; });
+            unroll<sums / 2>([&](int pair) {
+                const u32 rows = (c * 16 + half * 8) * row_bytes;
+                double2 b0, b1;
+                ptx::load_shared(b0, v + rows + even.offset(pair));
+                ptx::load_shared(b1, v + rows + odd.offset(pair));
+                const auto add = [&](Acc (&sum)[1][sums][4], const double (&from)[4]) {
+                    mma(sum[0][2 * pair], from, b0.x, b1.x);
+                    mma(sum[0][2 * pair + 1], from, b0.y, b1.y);
+                };
+                add(o, a);
+                if constexpr (cfg::moves) add(to, ta);
+                if constexpr (cfg::tv) {
+                    ptx::load_shared(b0, tv + rows + even.offset(pair));
+                    ptx::load_shared(b1, tv + rows + odd.offset(pair));
+                    add(to, a);
+                }
             });
         });
     }

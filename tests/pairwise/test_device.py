@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cuattn.cuda import source
-from cuattn.pairwise import device
+from cuattn.pairwise import device, tensor_cores
 from cuattn.pairwise.functions import FUNCTIONS
 from cuattn.pairwise.pairs import Wanted
 from tests.cuda.nvrtc import compile_log, kernel_resources
@@ -13,7 +13,7 @@ F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 LOGS = np.zeros(1)
 CASES = {
     "matvec": (F32, "gaussian", 3, 1, Wanted(sums=True)),
-    "softmin": (F32, "gaussian", 3, 0, Wanted(logs=True)),
+    "softmin": (F32, "gaussian", 3, 0, Wanted(key_log=LOGS, logs=True)),
     "gradient": (F32, "matern52", 8, 8, Wanted(slopes=True, sums=True)),
     "softmin gradient": (F32, "gaussian", 3, 1, Wanted(row_log=LOGS, key_log=LOGS, slopes=True, sums=True)),
     "many coordinates": (F32, "gaussian", 32, 1, Wanted(sums=True)),
@@ -27,6 +27,11 @@ def constants(case):
     return tuple(device.constants_of(dtype, FUNCTIONS[function].number, dim, columns, wanted).items())
 
 
+def product_constants(case, dim):
+    _, function, _, columns, wanted = CASES[case]
+    return tuple(tensor_cores.constants_of(FUNCTIONS[function].number, dim, columns, False, wanted).items())
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 def test_spills(case, arch):
@@ -36,12 +41,35 @@ def test_spills(case, arch):
     assert (used.stack, used.spill_stores) == (0, 0)
 
 
-def test_arguments_are_mirrored():
-    checks = [f"static_assert(sizeof(PairwiseParams) == {device.PARAMS.itemsize});"]
-    for name in device.PARAMS.names:
-        checks.append(f"static_assert(__builtin_offsetof(PairwiseParams, {name}) == {device.PARAMS.fields[name][1]});")
-    text = source.build("pairwise/rows.cu", dict(constants("matvec")))
-    compile_log(text + "\n".join(checks), "sm_90")
+@pytest.mark.parametrize("dim", [16, 48, 64, 128])
+@pytest.mark.parametrize("case", ["matvec", "softmin"])
+def test_products_spill_nothing(case, dim):
+    for used in kernel_resources("pairwise/products.cu", product_constants(case, dim), "sm_90").values():
+        assert (used.stack, used.spill_stores) == (0, 0)
+
+
+@pytest.mark.parametrize(("dim", "most"), [(16, 32), (64, 64), (128, 200)])
+@pytest.mark.parametrize("case", ["gradient", "softmin gradient"])
+def test_slopes_spill_little(case, dim, most):
+    """The sums of a long row leave little room; what is spilled then is a few numbers a tile of keys."""
+    assert (
+        kernel_resources("pairwise/slopes.cu", product_constants(case, dim), "sm_90")["pairwise_slopes"].spill_stores
+        <= most
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "struct", "mirror", "known"),
+    [
+        ("pairwise/rows.cu", "PairwiseParams", device.PARAMS, constants("matvec")),
+        ("pairwise/products.cu", "ProductParams", tensor_cores.PARAMS, product_constants("softmin", 64)),
+    ],
+)
+def test_arguments_are_mirrored(path, struct, mirror, known):
+    checks = [f"static_assert(sizeof({struct}) == {mirror.itemsize});"]
+    for name in mirror.names:
+        checks.append(f"static_assert(__builtin_offsetof({struct}, {name}) == {mirror.fields[name][1]});")
+    compile_log(source.build(path, dict(known)) + "\n".join(checks), "sm_90")
 
 
 def test_functions_have_the_kernels_numbers():

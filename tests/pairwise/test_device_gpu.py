@@ -34,7 +34,7 @@ def test_products_and_gradients(given, kernel, d, p, batch):
         pytest.skip("float64 differences are taken up to 8 coordinates")
     problem = Problem(d, p, 300, 1500, 10.0, given, batch)
     x, y, b, da = up(problem.x, problem.y, problem.b, problem.da)
-    options = dict(bandwidth=1.1, kernel_function=kernel)
+    options = dict(bandwidth=1.1, kernel_function=kernel, kernel="direct")
     wide = np.float64 if given == np.float32 else np.longdouble
     check(pairwise.matvec(x, y, b, **options), *(problem.matvec(t, kernel, 1.1) for t in (wide, given)), 2)
     found = pairwise.matvec_backward(da, x, y, b, **options)
@@ -70,21 +70,45 @@ def test_few_coordinates_are_as_good_as_differences(spread):
 
 @pytest.mark.parametrize(("d", "p"), [(40, 1), (64, 5), (128, 3)])
 @pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_many_coordinates_by_attention(d, p, spread):
-    """Above 32 coordinates the error grows with the points' distance from their mean, as is promised."""
+def test_products_by_tensor_cores(d, p, spread):
+    """The error grows with the points' distance from their mean, as is promised."""
     problem = Problem(d, p, 300, 900, spread)
     problem.b = np.abs(problem.b)
     x, y, b, h = up(problem.x, problem.y, problem.b, problem.h)
     reach = np.square(problem.x.astype(float) - problem.y.mean(0)).sum(-1).max()
-    for kernel in ("gaussian", "cauchy", "matern32"):
-        exact, plain = (problem.matvec(t, kernel, 2.0)[:150] for t in (np.float64, np.float32))
+    for function in ("gaussian", "cauchy", "matern32"):
+        exact, plain = (problem.matvec(t, function, 2.0)[:150] for t in (np.float64, np.float32))
         for precision, unit in ((None, 2.0**-21), ("tf32", 2.0**-9)):
-            options = dict(bandwidth=2.0, kernel_function=kernel, precision=precision)
+            options = dict(bandwidth=2.0, kernel_function=function, precision=precision)
             error = np.abs(pairwise.matvec(x, y, b, **options)[:150].get() / exact - 1).max()
-            assert error <= 2 * np.abs(plain / exact - 1).max() + unit * reach / 4 * (2 if kernel == "matern32" else 1)
+            assert error <= 2 * np.abs(plain / exact - 1).max() + unit * reach / 4 * (
+                2 if function == "matern32" else 1
+            )
     f, plain = (problem.weights(t, 4.0)[0] for t in (np.float64, np.float32))
     error = np.abs(pairwise.softmin(x, y, h, eps=4.0).get() - f).max()
     assert error <= 2 * np.abs(plain - f).max() + 2.0**-21 * reach + 2 * np.finfo(np.float32).eps * np.abs(f).max()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "d", "p", "batch"),
+    [("gaussian", 12, 1, ()), ("matern52", 40, 1, (2,)), ("cauchy", 64, 5, ()), ("matern32", 128, 3, ())],
+)
+def test_gradients_by_tensor_cores(kernel, d, p, batch):
+    """The same for gradients, relative to the sums of absolute terms."""
+    problem = Problem(d, p, 150, 400, 2.0, batch=batch)
+    x, y, b, da, h, df = up(problem.x, problem.y, problem.b, problem.da, problem.h, problem.df)
+    reach = np.square(problem.x.astype(float) - problem.y.mean((0, 1) if batch else 0)).sum(-1).max()
+    options = dict(bandwidth=2.0, kernel_function=kernel)
+    found = pairwise.matvec_backward(da, x, y, b, **options)
+    slack = 20 + reach  # units of the largest result
+    for own, *others in zip(
+        found, *(problem.matvec_backward(t, kernel, 2.0) for t in (np.float64, np.float32)), strict=True
+    ):
+        check(own, *others, slack)
+    exact, _ = problem.weights(np.float64, 4.0)
+    found = pairwise.softmin_backward(df, x, y, h, *up(exact.astype(np.float32)), eps=4.0)
+    for own, *others in zip(found, *(problem.softmin_backward(t, 4.0) for t in (np.float64, np.float32)), strict=True):
+        check(own, *others, slack + np.abs(exact).max())
 
 
 def test_masks_scales_on_the_device_and_graphs():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cuattn import errors, masks, pairwise
-from cuattn.pairwise import logsums, products
+from cuattn.pairwise import attention, logsums, products
 from tests.pairwise.textbook import KERNELS, Problem
 from tests.tolerances import assert_close, eps
 
@@ -16,8 +16,8 @@ NAMES = "dx", "dy", "db", "dbandwidth"
 def way(request, monkeypatch):
     """Both ways to compute: the host's own tiles, and attention, which GPUs take for many coordinates."""
     if request.param == "attention":
-        monkeypatch.setattr(products, "engine", lambda pairs: None)
-        monkeypatch.setattr(logsums, "engine", lambda pairs: None)
+        monkeypatch.setattr(products, "engine", lambda pairs: attention)
+        monkeypatch.setattr(logsums, "engine", lambda pairs: attention)
     return request.param
 
 

@@ -28,7 +28,7 @@ _SEGMENT = 128  # float32 is split into halves by segments of a row (kernels/sm8
 _FLUSH = {"split": (2048, 16384), "double": (1024, 1024)}
 
 
-def _padded(length: int, products: str) -> int:
+def padded(length: int, products: str) -> int:
     """Return a head dimension as the kernel takes it: in float32 a power of two or whole segments."""
     if products == "split" and length <= _SEGMENT:
         return max(1 << (length - 1).bit_length(), 16)
@@ -92,8 +92,8 @@ class Cut:
 
     def __init__(self, problem: Problem, device: Device) -> None:
         self.problem, self.device, self.products = problem, device, problem.row.products
-        self.head_dim = _padded(problem.head_dim, self.products)
-        self.head_dim_v = _padded(min(problem.head_dim_v, VALUE_COLUMNS[self.products]), self.products)
+        self.head_dim = padded(problem.head_dim, self.products)
+        self.head_dim_v = padded(min(problem.head_dim_v, VALUE_COLUMNS[self.products]), self.products)
         self.chunks = max(cdiv(problem.head_dim_v, self.head_dim_v), 1)
         self._widest = max(self.head_dim, self.head_dim_v)
         self._ragged = problem.head_dim != self.head_dim or problem.head_dim_v % self.head_dim_v != 0

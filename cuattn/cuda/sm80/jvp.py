@@ -11,14 +11,19 @@ from cuattn.cuda.arguments import layout_fields, pad, steps_of, tile_counts
 from cuattn.cuda.call import Call, Own
 from cuattn.cuda.constants import Constants, problem_constants
 from cuattn.cuda.params import TANGENTS
-from cuattn.cuda.sm80.forward import unsupported_reason
+from cuattn.cuda.sm80.forward import padded, unsupported_reason
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem
 
 _FLOAT64 = np.dtype(np.float64)
-_PADDING = {2: 32, 8: 16}  # columns, by bytes of an element: rows of a tile are multiples of this
-_COLUMNS = {2: 128, 8: 64}  # that a block sums at most: two sums of each are in registers
+_PADDING = {2: 32, 4: 16, 8: 16}  # columns, by bytes of an element: rows of a tile are multiples of this
+_COLUMNS = {2: 128, 4: 128, 8: 64}  # that a block sums at most: two sums of each are in registers
+_EXPONENT = {4: 1}  # columns that a row's exponent takes
+_SPLIT_COLUMNS, _SPLIT_KEYS = (
+    128,
+    16384,
+)  # float32 by pairs of halves: beyond, sums that are rounded so often lose digits
 _STATIC_BYTES = 2048  # of shared memory, about, beside the tiles
 _TOGETHER = 2  # blocks meant to share a multiprocessor, where their tiles fit
 
@@ -48,8 +53,16 @@ class Cut(NamedTuple):
 
 _TILES = {
     2: (Tile(4, 64, 2), Tile(4, 32, 2), Tile(4, 32, 1), Tile(2, 32, 1), Tile(2, 16, 1), Tile(1, 16, 1)),
+    4: (Tile(8, 32, 2), Tile(8, 32, 1), Tile(8, 16, 2), Tile(4, 32, 1), Tile(4, 16, 1), Tile(2, 16, 1), Tile(1, 16, 1)),
     8: (Tile(4, 16, 2), Tile(4, 16, 1), Tile(2, 16, 1), Tile(1, 16, 1)),
 }
+
+
+def is_split(problem: Problem) -> bool:
+    """Return whether float32 is computed of pairs of halves, three products for one."""
+    widths = problem.head_dim, problem.head_dim_v
+    short = problem.operation == "jvp" and problem.n_keys <= _SPLIT_KEYS
+    return problem.row.products == "split" and short and min(widths) > 0 and max(widths) <= _SPLIT_COLUMNS
 
 
 class Widths:
@@ -58,17 +71,18 @@ class Widths:
     Attributes
     ----------
     arithmetic : numpy.dtype
-        Of tiles: float32 is computed in float64.
+        Of tiles: float32 is computed in float64, unless it is split into halves.
     head_dim, head_dim_v : int
         Padded.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._sums = 2 if problem.operation == "backward_jvp" else 1  # a gradient beside its tangent
-        self.arithmetic = problem.dtype if problem.row.products == "half" else _FLOAT64
+        own = problem.row.products == "half" or is_split(problem)
+        self.arithmetic = problem.dtype if own else _FLOAT64
         self.size = self.arithmetic.itemsize
-        unit = _PADDING[self.size]
-        self.head_dim, self.head_dim_v = pad(problem.head_dim, unit), pad(problem.head_dim_v, unit)
+        products = {2: "half", 4: "split", 8: "double"}[self.size]
+        self.head_dim, self.head_dim_v = (padded(x, products) for x in (problem.head_dim, problem.head_dim_v))
 
     def chunk(self, width: int) -> int:
         """Return how many columns of so many one block sums."""
@@ -88,7 +102,7 @@ class Widths:
             for tile in _TILES[self.size]
             if tile.streamed <= most
         ]
-        large = [(tile, shared) for tile, shared in found if tile.warps == found[0][0].warps]
+        large = [(tile, shared) for tile, shared in found if tile.warps == found[0][0].warps and self.size != 4]
         limits = (large, available // _TOGETHER), (found, available)
         fits = (pair for some, limit in limits for pair in some if pair[1] <= limit - _STATIC_BYTES)
         return next(fits, None)
@@ -106,7 +120,7 @@ class TangentCall(Call):
     @property
     def arithmetic(self) -> np.dtype:
         """Of score functions."""
-        return np.dtype(np.float32) if self.widths.size == 2 else _FLOAT64
+        return _FLOAT64 if self.widths.size == 8 else np.dtype(np.float32)
 
     def has(self, *names: str) -> int:
         """Return how many of the operands there are."""
@@ -119,7 +133,7 @@ class TangentCall(Call):
         return {
             **problem_constants(problem),
             "elem": DTYPES[widths.arithmetic].cuda,
-            "acc": "float" if widths.size == 2 else "double",
+            "acc": "double" if widths.size == 8 else "float",
             "source": problem.row.cuda,
             "stat": DTYPES[problem.stat_dtype].cuda,
             "bias_elem": DTYPES[problem.bias or problem.stat_dtype].cuda,
@@ -147,8 +161,12 @@ class Jvp(TangentCall):
     def _cut(self) -> Cut | None:
         widths = self.widths
         columns = widths.chunk(widths.head_dim_v)
-        of_stream = widths.head_dim * (1 + self.has("tk")) + columns * (1 + self.has("tv"))
-        of_owner, most = widths.head_dim * (1 + self.has("tq")), 64 if columns <= 64 else 32
+        more = _EXPONENT.get(widths.size, 0)
+        of_stream = (widths.head_dim + more) * (1 + self.has("tk")) + (columns + more) * (1 + self.has("tv"))
+        of_owner, most = (
+            (widths.head_dim + more) * (1 + self.has("tq")),
+            (64 if columns <= 64 else 32) // (1 + (widths.size == 4)),
+        )
         found = widths.tile(of_owner, of_stream, self.device.shared_bytes, most)
         return found and Cut(*found, columns)
 
@@ -184,4 +202,6 @@ def too_wide(problem: Problem) -> str:
 
 def notes(problem: Problem) -> list[str]:
     """Return what is worth knowing of a plan."""
-    return ["float32 is computed in float64"] if problem.row.products == "split" else []
+    if problem.row.products != "split":
+        return []
+    return ["float32 products are three of halves" if is_split(problem) else "float32 is computed in float64"]

@@ -25,7 +25,6 @@ from cuattn.problem import DTYPES, Problem
 
 _OWN = 128  # rows of a tile of the owner's
 _SHORT = 128
-_UNPROVEN = "it has not run on a GPU since it was last changed, and is taken by kernel='sm90' alone"
 _MAX_HEAD_DIM = 128
 _NUMBERS, _FLOAT = 5, 4
 _TANGENTS = ("tq", "tk", "tv", "tdo")
@@ -104,9 +103,8 @@ class AlongTangents(TangentCall, MappedCall):
             return f"it writes rows in units of 8 elements, and q has {problem.head_dim}"
         if widest > _MAX_HEAD_DIM:
             return f"it takes head dimensions up to {_MAX_HEAD_DIM}, not {problem.head_dim} and {problem.head_dim_v}"
-        if problem.kernel is None:
-            few = max(problem.n_queries, problem.n_keys) < _SHORT
-            return "rows and keys are fewer than its tiles have" if few else _UNPROVEN
+        if problem.kernel is None and max(problem.n_queries, problem.n_keys) < _SHORT:
+            return "rows and keys are fewer than its tiles have"
         for name in broadcast_heads(self):
             return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return self.layout_reason(filter(self.has, _TANGENTS))

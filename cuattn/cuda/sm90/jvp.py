@@ -77,8 +77,6 @@ class Cut(forward.Cut):
 
     def slow_reason(self, device: Device) -> str | None:
         """Say why the portable kernel would sooner be done, or return None."""
-        if self.problem.bias is not None or self.problem.score is not None:
-            return "beside a bias or a score function its tiles have few keys, and were not timed yet"
         if 2 * self.blocks < device.multiprocessors:
             return "too few query rows fill the GPU, and the portable kernel has smaller tiles"
         return None

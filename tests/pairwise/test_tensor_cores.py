@@ -1,0 +1,76 @@
+"""What kernels for many coordinates are given, and what is made of their results; NumPy stands in for them."""
+
+import types
+
+import numpy as np
+import pytest
+
+from cuattn import pairwise
+from cuattn.pairwise import logsums, products, tensor_cores
+from cuattn.pairwise.functions import FUNCTIONS
+from tests.pairwise.textbook import Problem
+
+
+class Kernel:
+    """One of the kernels, in float64; its addresses are the arrays."""
+
+    def __init__(self, constants=None):
+        self.constants = constants and dict(constants)
+
+    def launch(self, arrays, stream):
+        if self.constants is None:
+            return
+        given = dict(zip(tensor_cores._ARRAYS, arrays, strict=True))
+        x, y = (given[name].astype(np.float64) for name in "xy")
+        assert max(abs(x).max(), abs(y).max()) <= 2.0**15 and x.shape[-1] % 16 == 0
+        s = float(given["unit"].ravel()[0]) * (x @ y.swapaxes(-1, -2))
+        of_key = given["of_key"][..., None, :].astype(np.float64)
+        if given["logs"] is not None:
+            given["logs"][0] = np.log2(np.exp2(of_key + s).sum(-1))
+            return
+        constant = given["of_row"][..., None] + of_key
+        z = np.maximum(constant - s, 0)
+        function = list(FUNCTIONS.values())[self.constants["function"]]
+        k, slope = [np.exp2(constant + s)] * 2 if self.constants["logs"] else function.evaluate(-z, True, False)
+        if given["sums"] is not None:
+            given["sums"][0] = k @ given["v"]
+        if given["directions"] is not None:
+            g = given["u"] @ given["v"].swapaxes(-1, -2) * slope
+            given["directions"][0] = x * g.sum(-1, keepdims=True) - g @ y
+            given["moments"][0] = (g * z).sum(-1)
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    """Take the launches' arguments to NumPy."""
+    run = tensor_cores.run
+
+    def on_no_device(pairs, wanted, transposed=False):
+        pairs.origin = types.SimpleNamespace(device=0, stream=lambda: types.SimpleNamespace(ptr=0))
+        return run(pairs, wanted, transposed)
+
+    monkeypatch.setattr(tensor_cores, "run", on_no_device)
+    monkeypatch.setattr(tensor_cores, "address_of", lambda array: array)
+    monkeypatch.setattr(
+        tensor_cores, "_launches", lambda device, slopes, known, sizes: (Kernel(), Kernel(known), 1, 1, sizes[2])
+    )
+    for module in (products, logsums):
+        monkeypatch.setattr(module, "engine", lambda pairs: tensor_cores)
+    monkeypatch.setattr(pairwise.pairs.Pairs, "give", lambda pairs, result, dtype=None: np.asarray(result))
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("function", ["gaussian", "cauchy", "matern32", "matern52"])
+def test_scales_and_exponents(on_host, function, batch):
+    problem = Problem(12, 2, 50, 70, 3.0, batch=batch)
+    points, options = (problem.x, problem.y, problem.b), dict(bandwidth=2.0, kernel_function=function)
+    found = [pairwise.matvec(*points, **options), *pairwise.matvec_backward(problem.da, *points, **options)]
+    f, _ = problem.weights(np.float64, 4.0)
+    exact = [problem.matvec(np.float64, function, 2.0), *problem.matvec_backward(np.float64, function, 2.0)]
+    if function == "gaussian":
+        points = problem.x, problem.y, problem.h
+        found += [pairwise.softmin(*points, eps=4.0)]
+        found += pairwise.softmin_backward(problem.df, *points, f.astype(np.float32), eps=4.0)
+        exact += [f, *problem.softmin_backward(np.float64, 4.0)]
+    for own, true in zip(found, exact, strict=True):
+        assert np.abs(own - true).max() <= 1e-6 * np.abs(true).max()
