@@ -443,10 +443,11 @@ def pack(problem: Problem, operands: Mapping[str, Any]) -> tuple[Problem, Mappin
     q, group, n_queries = operands["q"], problem.group, problem.n_queries
     *leading, head, row, column = q.strides
     gains = pad(group * n_queries, _TILE_ROWS) < _PACKED * group * pad(n_queries, _TILE_ROWS)
-    if not gains or not is_plain(problem) or not (n_queries == 1 or head == n_queries * row):
+    if n_queries == 1:
+        row = head
+    if not gains or not is_plain(problem) or row <= 0 or head != n_queries * row:
         return problem, operands
     shape = (*problem.batch, problem.kv_heads, group * n_queries, problem.head_dim)
-    row = head if n_queries == 1 else row
     joined = Rows(shape, (*leading, group * n_queries * row, row, column), q.dtype, q.data, q.device)
     return replace(problem, heads=problem.kv_heads, n_queries=group * n_queries), {**operands, "q": joined}
 

@@ -86,6 +86,7 @@ def test_heads_that_share_keys_are_packed(driver, n_queries):
     [
         (1, {"swap": True}, {}, 4),
         (16, {"swap": True}, {}, 16),  # heads lie inside of rows
+        (1, {"broadcast": (1,)}, {}, 16),
         (1024, {}, {}, 16),  # nothing is gained
         (16, {}, {"band": Band(None, 0, 8176)}, 16),
         (16, {}, {"kv_heads": 16}, 16),
