@@ -109,6 +109,10 @@ IN_ONE_DTYPE = (
     feature(**SMALL, bias="bhi1", softcap=4.0, mask="blocks"),
     feature(d=96, dv=40, batch=2, n_queries=140, n_keys=171, bias="1hij", mask="seen"),
     feature(d=128, **SMALL, softcap=4.0, is_causal="top_left", deterministic=True),
+    # Several blocks for a key tile: of the heads that share it, of slices of few heads' rows.
+    feature(d=128, heads=8, kv_heads=1, **SMALL, is_causal="top_left"),
+    feature(d=256, dv=72, heads=8, kv_heads=1, **SMALL, deterministic=True),
+    feature(heads=1, n_queries=1400, n_keys=300, mask="hostile"),
     # Functions of the scores, and the gradients of their arrays.
     feature(batch=2, **SMALL, score="keys"),
     feature(d=128, **SMALL, score="keys", deterministic=True, mask="hostile"),

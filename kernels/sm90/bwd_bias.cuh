@@ -78,16 +78,29 @@ struct Bias : Either<cfg::split_score, SplitHead, NoHead>::type {
     }
 };
 
-// What is added to the exponents of a thread's queries, with what a function leaves to rows; pairs of neighbours, as Numbers.
+// What is added to the exponents of a thread's queries, with what an affine function leaves to rows; pairs of neighbours, as Numbers.
 template <class Stat>
 struct OffsetStat {
     const Stat& stat;
     const SplitScore& score;
-    i32 first_row;  // of the thread's queries
-    float scale;    // 0 where scores are whole
+    i32 first_row;       // of the thread's queries
+    float scale;         // 0 where scores are whole
+    float offset, step;  // of the first, and from each row to the next, where they are consecutive: taken from both ends, as exact as these are
+
+    __device__ __forceinline__ OffsetStat(const Stat& stat, const SplitScore& score, i32 first_row, float scale)
+        : stat(stat), score(score), first_row(first_row), scale(scale) {
+        const float first = score.of_row(first_row) * scale, last = score.of_row(first_row + cfg::block_m) * scale;
+        const float each = (last - first) * (1.0f / cfg::block_m);
+        offset = first;
+        step = each - each == 0.0f ? each : 0.0f;  // of infinities none
+    }
     __device__ __forceinline__ float2 operator[](int i) const {
         const float2 x = stat[i];
-        return {fmaf(score.of_row(first_row + 8 * i), scale, x.x), fmaf(score.of_row(first_row + 8 * i + 1), scale, x.y)};
+        return {shifted(x.x, 8 * i), shifted(x.y, 8 * i + 1)};
+    }
+    __device__ __forceinline__ float shifted(float x, int row) const {
+        if constexpr (cfg::runs) return fmaf(score.of_row(first_row + row), scale, x);
+        return fmaf(step, static_cast<float>(row), offset + x);
     }
 };
 

@@ -212,7 +212,7 @@ struct Consumer : Worker {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
         if constexpr (dq_held) return hold(dq);
-        store_registers(await_taken(stage), dq);
+        store_registers(await_taken(stage), dq, own_dq_columns(warpgroup) / 2);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
         release(shared.barrier(handed + stage));
     }
@@ -288,11 +288,11 @@ struct Consumer : Worker {
 
     // A gradient of the warpgroup's keys leaves, by way of slabs at `staged`, `stride` bytes apart.
     template <int slab_count, int n>
-    __device__ __forceinline__ void leave(const float (&x)[n], float factor, const Work& work, const ptx::TensorMap& map, const Operand& to,
+    __device__ __forceinline__ void leave(const float (&x)[n], float factor, const Work& work, const ptx::TensorMap& map, void* to,
                                           i32 columns, u32 staged, u32 stride) const {
         const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
         if constexpr (unrounded)
-            return write_gradient(x, factor, to.data, work.batch * p.kv_heads + work.head, p.n_keys, columns, first_key + fragment_row());
+            return write_gradient(x, factor, to, key_slice(p, work), p.n_keys, columns, first_key + fragment_row());
         stage_gradient(x, factor, staged, stride);
         ptx::barrier_sync(store_barrier + warpgroup, 128);  // it is staged
         if (threadIdx.x % 128 == 0) store_gradient<slab_count>(map, staged, stride, first_key, work.head, work.batch);
@@ -316,9 +316,9 @@ struct Consumer : Worker {
             await_added(other);
         }
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
-        leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, own_gradients(0), ds_bytes);
+        leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, key_gradient(p.dv, p.dv_acc), p.head_dim_v, own_gradients(0), ds_bytes);
         if constexpr (!dq_by_rows && !unrounded) await_taken(slot.stage);
-        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, p.dk, p.head_dim,
+        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, key_gradient(p.dk, p.dk_acc), p.head_dim,
                      dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup), 64 * row_bytes);
     }
 
@@ -326,10 +326,10 @@ struct Consumer : Worker {
     __device__ __forceinline__ void write_beside_biases(const Work& work) {
         static_assert(!cfg::bias_tiles || slabs_v * 64 * row_bytes <= handed_bytes);
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads k any more
-        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, p.dk, p.head_dim, own_rows(shared.k(keys.stage)),
+        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, key_gradient(p.dk, p.dk_acc), p.head_dim, own_rows(shared.k(keys.stage)),
                      cfg::block_n * row_bytes);
         if constexpr (!unrounded) await_taken(slot.stage);
-        leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, p.dv, p.head_dim_v, shared.handed_on(warpgroup), 64 * row_bytes);
+        leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, key_gradient(p.dv, p.dv_acc), p.head_dim_v, shared.handed_on(warpgroup), 64 * row_bytes);
         await_stores();
         release_read(shared.barrier(k_empty + keys.stage));
     }

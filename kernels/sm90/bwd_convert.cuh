@@ -18,11 +18,13 @@ __device__ __forceinline__ void convert_queries(const Params& p, const Factor& f
     const i32 block = gridDim.x - 1 - blockIdx.x, row_tile = block % p.row_tiles, instance = block / p.row_tiles;
     const i32 first = row_tile * cfg::block_m;
     const i32 warpgroup = threadIdx.x / 128, first_row = dq_by_rows ? 64 * warpgroup : 0, first_column = dq_by_rows ? 0 : dq_columns * warpgroup;
+    constexpr int left_out = warpgroups * dq_part_bytes - dq_bytes;  // of a row tile
     const float4* part = static_cast<const float4*>(p.dq_acc) +
-                         (static_cast<i64>(block) * warpgroups + warpgroup) * (dq_part_bytes / 16) + threadIdx.x % 128;
+                         (static_cast<i64>(block) * warpgroups + warpgroup) * (dq_part_bytes / 16) - static_cast<i64>(block) * (left_out / 16) +
+                         threadIdx.x % 128;
     float x[dq_columns / 2];
     unroll<dq_columns / 8>([&](int i) {
-        const float4 four = part[i * 128];
+        const float4 four = 8 * i < own_dq_columns(warpgroup) ? part[i * 128] : float4{};
         x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
     });
     const float factor = factor_of(instance);

@@ -28,6 +28,10 @@ constexpr bool sums_diagonals = cfg::dbias == kDbiasDiagonals;  // the reducers 
 constexpr bool dq_by_rows = cfg::block_m == 128;
 constexpr int dq_columns = !dq_by_rows ? 64 * slabs / warpgroups : cfg::head_dim <= 32 ? 32 : 64 * slabs;
 constexpr int dq_part_bytes = 64 * dq_columns * 4;  // one warpgroup's part, float32
+// Of the last warpgroup's columns those behind the head dimension are not added up.
+constexpr int dq_last_columns = !dq_by_rows && !by_function && slabs == 2 ? cfg::head_dim - dq_columns : dq_columns;
+constexpr int dq_bytes = (warpgroups - 1) * dq_part_bytes + 64 * dq_last_columns * 4;
+__device__ __forceinline__ int own_dq_columns(u32 warpgroup) { return warpgroup == warpgroups - 1 ? dq_last_columns : dq_columns; }
 static_assert(dq_by_rows || cfg::block_m == 64);
 static_assert(!dq_by_rows || !by_function);
 
@@ -100,8 +104,9 @@ enum Barrier {
 // A key tile as the producer announces it.
 struct alignas(16) Work {
     i32 tile;         // number of the key tile; negative: there is no further work
-    i32 head, batch;  // of k and v
-    i32 flags;
+    i32 head, batch;  // of k and v, or of a part (below)
+    i32 flags;        // and behind them the number of a slice
+    static constexpr int slice_at = 8;
     static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4, sunk_bit = 8, hides_bit = 16;
     __device__ __forceinline__ bool seen() const { return flags & seen_bit; }  // by some row
     __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // masks hide some key of it from every row of the first head
@@ -109,6 +114,19 @@ struct alignas(16) Work {
     __device__ __forceinline__ bool sunk() const { return flags & sunk_bit; }  // the same: the head's bias sinks or hides all of its keys
     __device__ __forceinline__ bool hides() const { return flags & hides_bit; }  // the same: it hides some of them
 };
+
+// Where key tiles alone would leave multiprocessors without work, several blocks share each (cfg::in_parts): p.splits parts, of which each has
+// p.group of the query heads that share k and v, or one of p.split_tiles slices of one's rows.  p.kv_heads counts parts, Work::head those that
+// differ in heads.  dK and dV go to the workspace, unrounded (sm90/bwd_add_parts.cu).
+__device__ __forceinline__ i32 key_head(const Params& p, const Work& work) {
+    return cfg::in_parts ? work.head * p.split_tiles / p.splits : work.head;
+}
+// Of dK and dV.
+__device__ __forceinline__ i32 key_slice(const Params& p, const Work& work) {
+    const i32 head = cfg::in_parts ? work.head * p.split_tiles + (work.flags >> Work::slice_at) : work.head;
+    return work.batch * p.kv_heads + head;
+}
+__device__ __forceinline__ void* key_gradient(const Operand& gradient, void* parts) { return cfg::in_parts ? parts : gradient.data; }
 
 // A row tile as the producer finds it, packed into one register.
 struct StepCode {

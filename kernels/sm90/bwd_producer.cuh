@@ -13,6 +13,9 @@ namespace sm90::bwd {
 // Do key tiles add to dQ in a fixed order (sm90/bwd_reducer.cuh)?
 constexpr bool in_order = cfg::deterministic && !by_function && !dq_held;
 
+// May a part be a slice of rows?  Turns (sm90/bwd_reducer.cuh) are told for whole heads.
+constexpr bool in_slices = cfg::in_parts && !in_order;
+
 // In a section the key tiles with most work come first; neighbours share q, do and dq.
 __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
     TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
@@ -22,8 +25,13 @@ __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
     }
     // Under causality the first keys are seen by most rows, without it (but with a window) the last.  A fixed order
     // is from the first to the last.
+    i32 slice = 0;
+    if constexpr (cfg::in_parts) {
+        const i32 part = place.head;
+        place.head = part / p.split_tiles, slice = part - place.head * p.split_tiles;
+    }
     const bool ascending = dq_held || in_order || cfg::band_right || !cfg::band_left;
-    return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, 0};
+    return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, slice << Work::slice_at};
 }
 
 // The visible row tiles of a key tile, over all query heads that share its keys.  All lanes of a warp take part; what is
@@ -47,10 +55,18 @@ struct StepWalk {
             const bool dead = describe_tables(shared.walk(), p, instance, offset, work.tile);
             // A key that no head sees is none that the first one sees.
             if (dead && member == 0) shared.pending().flags |= Work::dead_bit;
+            if constexpr (in_slices) shared.walk().end = slice_edge(1);
         }
         if constexpr (cfg::bias_keys) note_hidden_keys(head);
         __syncwarp();  // the new ones are there
         rows.begin(p);
+        if constexpr (in_slices) rows.tile = slice_edge(0) - 1;
+    }
+
+    // Of the row tiles that the band lets see the keys, the first of the work's slice, or (after = 1) of the next.
+    __device__ __forceinline__ i32 slice_edge(i32 after) const {
+        const i32 first = rows.first_tile(p), count = max(walk_end(p, rows.first_key()) - first, 0);
+        return first + count * ((work.flags >> Work::slice_at) + after) / p.split_tiles;
     }
 
     // The same of keys that the bias hides.
@@ -203,7 +219,7 @@ struct Producer {
         const Work& work = shared.pending();
         if (leader)
             load_tile<cfg::block_n, slabs>(maps.k, shared.k(keys().stage), full, ptx::evict_first, work.tile * cfg::block_n,
-                                           {p.k, work.head, work.batch});
+                                           {p.k, key_head(p, work), work.batch});
         positions.advance(key_ring);
     }
 
@@ -211,7 +227,7 @@ struct Producer {
         const Work& work = shared.pending();
         if (leader)
             load_tile<cfg::block_n, slabs_v>(maps.v, shared.v(), full, ptx::evict_first, work.tile * cfg::block_n,
-                                             {p.v, work.head, work.batch});
+                                             {p.v, key_head(p, work), work.batch});
     }
 
     // Tiles with keys that no row sees go through the cleaner, k and v together.

@@ -80,7 +80,6 @@ struct UnorderedSum {
 };
 
 __device__ __forceinline__ void reduce(const Params& p, const Shared& shared, u32 stage) {
-    constexpr int bytes = warpgroups * dq_part_bytes;
     for (u32 phase = 0;; phase ^= 1) {
         ptx::mbarrier_wait(shared.barrier(foretold + stage), phase);
         const DqPlace place = shared.dq_place(stage);
@@ -91,7 +90,7 @@ __device__ __forceinline__ void reduce(const Params& p, const Shared& shared, u3
             sum.await();  // while dQ is being computed
             ptx::mbarrier_wait(shared.barrier(handed + stage), phase);
             if constexpr (reducer_fences) ptx::async_proxy_fence();
-            ptx::bulk_add(static_cast<float*>(p.dq_acc) + static_cast<i64>(place.tile) * (bytes / 4), shared.handed_on(0), bytes);
+            ptx::bulk_add(static_cast<float*>(p.dq_acc) + static_cast<i64>(place.tile) * (dq_bytes / 4), shared.handed_on(0), dq_bytes);
             ptx::bulk_commit();
             ptx::bulk_wait_read<0>();
             ptx::mbarrier_arrive(shared.barrier(taken));

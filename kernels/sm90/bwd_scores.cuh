@@ -39,12 +39,20 @@ struct ReadValues {
     __device__ __forceinline__ void multiply(Scores& dp, u32 v, u32 dout, u32) const { compute_dp(dp, v, dout); }
 };
 
+// Are sums of dS for one array, with a weight or a step that all rows share, all that registers are taken for?
+#ifdef WEIGHTED_SUMS
+constexpr bool sums_little = cfg::dbias == kDbiasWeighted && cfg::weights == 1 && cfg::apart == 0 && cfg::tilts == 0;
+#else
+constexpr bool sums_little = false;
+#endif
+
 // With a split delta (attn/bwd_workspace.cuh): dP less D, so that no thread loads or subtracts it.  The registers that this saves keep a
 // part of V, since a product of 64 rows and keys reads as much shared memory as it can multiply, and then half as much.
 struct HeldValues {
     // Of 16 columns.  The assembler grants no more; a key tile under a column mask meets too few rows for as many.
     static constexpr bool loads_bias = adds_bias && !cfg::bias_keys && !cfg::bias_tiles;
-    static constexpr int steps = column_masks > 0 || stated_mask || loads_bias || cfg::dbias >= kDbiasWeighted ? 2 : splits ? 3 : 4;
+    static constexpr bool sums_much = cfg::dbias >= kDbiasWeighted && !(splits && sums_little);
+    static constexpr int steps = column_masks > 0 || stated_mask || loads_bias || sums_much ? 2 : splits ? 3 : 4;
     HeldRows<steps> rows;
     u32 minus_half[4];  // A: -1/2 where B has a part of D; both halves of B's 16 rows are the same 8
 

@@ -9,11 +9,11 @@ namespace sm90::bwd {
 // dK or dV through the buffer of k or v, which goes back when the gradient has left.
 template <int slab_count, int n>
 __device__ __forceinline__ void write_keys(const Worker& worker, const Work& work, const float (&x)[n], float factor,
-                                               const ptx::TensorMap& map, const Operand& gradient, i32 columns, u32 tile,
+                                               const ptx::TensorMap& map, void* gradient, i32 columns, u32 tile,
                                                int empty, u32 warpgroup) {
     const i32 first_key = work.tile * cfg::block_n;
     if constexpr (unrounded)
-        write_gradient(x, factor, gradient.data, work.batch * worker.p.kv_heads + work.head, worker.p.n_keys, columns, first_key + fragment_row());
+        write_gradient(x, factor, gradient, key_slice(worker.p, work), worker.p.n_keys, columns, first_key + fragment_row());
     else
         stage_gradient(x, factor, tile, 64 * row_bytes);
     ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradient is staged, and nobody needs to know the key tile any more
@@ -79,7 +79,7 @@ struct Weigher : Worker {
             clear(dv);
             ptx::wgmma_pin(dv);  // before any product is under way
             if (uniform(work().seen())) accumulate_steps();
-            write_keys<slabs_v>(*this, work(), dv, static_cast<float>(p.dropout_scale), maps.dv, p.dv, p.head_dim_v, shared.k(0),
+            write_keys<slabs_v>(*this, work(), dv, static_cast<float>(p.dropout_scale), maps.dv, key_gradient(p.dv, p.dv_acc), p.head_dim_v, shared.k(0),
                                     k_empty, 0);
         }
     }
@@ -136,7 +136,7 @@ struct Differentiator : Worker {
             clear(dk);
             ptx::wgmma_pin(dk);  // before any product is under way
             if (uniform(work.seen())) accumulate_steps();
-            write_keys<slabs>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, p.dk, p.head_dim, shared.v(),
+            write_keys<slabs>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, key_gradient(p.dk, p.dk_acc), p.head_dim, shared.v(),
                                   v_empty, 1);
         }
     }

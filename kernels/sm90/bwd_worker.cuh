@@ -80,7 +80,7 @@ struct Worker {
         const bool far = uniform(step().far());
         if (far) unroll<cfg::block_m / 2>([&](int i) { s[i] = sum_of(s[i], score.of_row(first_row + query_of(i))); });
         hidden.refine(s, p, await_buffer);
-        weigh<round_now>(s, weights, p, OffsetStat<Stat>{stat, score, first_row, far ? 0.0f : score_scale(p)}, draws);
+        weigh<round_now>(s, weights, p, OffsetStat<Stat>(stat, score, first_row, far ? 0.0f : score_scale(p)), draws);
     }
     __device__ __forceinline__ SplitScore split_score() const { return {p, bias.head(), work().tile * cfg::block_n}; }
 
@@ -105,12 +105,12 @@ __device__ __forceinline__ void clear(Visible& visible) {
         for (u64& rows : rows_of_key) rows = 0;
 }
 
-// Registers to and from a buffer in shared memory that keeps their order, [n / 4][thread][4].
+// Registers, or the first of them, to and from a buffer in shared memory that keeps their order, [n / 4][thread][4].
 template <int n>
-__device__ __forceinline__ void store_registers(u32 buffer, const float (&x)[n]) {
+__device__ __forceinline__ void store_registers(u32 buffer, const float (&x)[n], int count = n) {
     const u32 to = buffer + 16 * (threadIdx.x % 128);
 #pragma unroll
-    for (int i = 0; i < n; i += 4)
+    for (int i = 0; i < n && i < count; i += 4)
         ptx::store_shared_v4(to + i / 4 * 2048, __float_as_uint(x[i]), __float_as_uint(x[i + 1]), __float_as_uint(x[i + 2]),
                              __float_as_uint(x[i + 3]));
 }

@@ -1,7 +1,7 @@
 // Attention forward for compute capability 9.0 (FlashAttention algorithm 2, with block masks 5, and FlashMask algorithm 1, tile by tile).
 //
 // A persistent grid; per block a planner warp lists the key tiles of a row tile, a producer warp and its companion feed them to
-// two or three consumer warpgroups of 64 query rows each (sm90/fwd_planner.cuh, sm90/fwd_producer.cuh, sm90/fwd_consumer.cuh).
+// two to four consumer warpgroups of 64 query rows each (sm90/fwd_planner.cuh, sm90/fwd_producer.cuh, sm90/fwd_consumer.cuh).
 // The four schedulers have one of these warps each: planner, producer, companion (what a bias or function adds to keys), cleaner.
 #include "attn/params.cuh"
 #include "ptx/registers.cuh"

@@ -10,7 +10,7 @@ namespace sm90::fwd {
 enum BiasForm { kBiasLoads, kBiasRows, kBiasKeys, kBiasTiles };
 constexpr BiasForm bias_form = cfg::bias_tiles ? kBiasTiles : cfg::bias_keys ? kBiasKeys : cfg::bias_rows ? kBiasRows : kBiasLoads;
 
-// Is what the bias adds read before the scores are there?  Three warpgroups have no registers to keep it in.
+// Is what the bias adds read before the scores are there?  More warpgroups than two have no registers to keep it in.
 constexpr bool bias_ahead = adds_bias && bias_form != kBiasLoads && warpgroups == 2, bias_late = adds_bias && !bias_ahead;
 
 // Calls work(i) for those of `count` pieces that belong to one of `steps` steps.
@@ -69,7 +69,7 @@ struct Bias<kBiasKeys> : Unpacked {
 };
 
 // A tile lies in slabs like those of q; pairs of 16-bit numbers come as fragments, and are told apart where there are registers for that.
-constexpr bool unpacks_ahead = bias_form == kBiasTiles && cfg::min_blocks == 1 && cfg::block_n * 5 / 4 + cfg::head_dim_v / 2 <= 192;
+constexpr bool unpacks_ahead = bias_ahead && bias_form == kBiasTiles && cfg::min_blocks == 1 && cfg::block_n * 5 / 4 + cfg::head_dim_v / 2 <= 192;
 template <>
 struct Bias<kBiasTiles> {
     u32 pairs[cfg::block_n / 16][4];

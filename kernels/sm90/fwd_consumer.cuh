@@ -104,7 +104,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     template <class Beside>
     __device__ __forceinline__ void issue_scores(const Beside& beside) {
         compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
-        if constexpr (splits) add_parts(s, shared.halves(), shared.key_bias(k.stage));
+        if constexpr (splits) add_parts(s, shared.halves(), shared.parts(k));
         ptx::wgmma_commit();
     }
 
@@ -131,7 +131,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
                 find_in_table(visible, phase, p, {shared.cols(k.stage), shared.bits(k.stage, warpgroup)}, work, work.row + 64 * warpgroup,
                               tile.n());
         }
-        if (told_bias && step + 1 == steps && uniform(tile.hides())) hide_keys(visible, shared.key_bias(k.stage));
+        if (told_bias && step + 1 == steps && uniform(tile.hides())) hide_keys(visible, shared.parts(k));
     }
 
     // What a score function asks about the thread's rows, and what the bias adds to the tile's scores: read while products are issued.
@@ -171,21 +171,21 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         if (!search_beside && may_cut && is_cut()) search(0, 1);
     }
 
-    // The scores are there: their keys' buffer goes back at once, since only a few are under way, unless their bias may be asked for once more.
+    // The scores are there: their keys' buffer goes back at once, since only a few are under way.
     __device__ __forceinline__ void finish_scores(Completion& with) {
         ptx::wgmma_pin(s);
         if constexpr (bias_late) {
             read_bias(with, 0, 1);
             complete(with);
         }
-        if constexpr (!hides_late) release_keys();
+        release_keys();
         if constexpr (completes && !bias_late) complete(with);
     }
 
     // Keys that the bias hides, whose scores are -inf, or NaN, whatever they hold.
     __device__ __forceinline__ void hide_keys_late() {
         if constexpr (hides_late)
-            if (uniform(shared.hiding(k) != 0)) hide_scores(s, shared.key_bias(k.stage));
+            if (uniform(shared.hiding(k.before()) != 0)) hide_scores(s, shared.parts(k.before()));
     }
 
     __device__ __forceinline__ void complete(const Completion& with) {
@@ -206,7 +206,6 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         const i32 key = first_key();
         refine_scores(may_cut);
         const bool grown = follow(state, factor, s, settled, [&] { hide_keys_late(); });
-        if constexpr (hides_late) release_keys();
         exponentiate(state, s, [&](int block, const float (&sums)[4]) {
             look_for_keys(block);
             if (early && block == middle) proceed<true>(last, fminf(fminf(sums[0], sums[1]), fminf(sums[2], sums[3])));

@@ -10,8 +10,8 @@ namespace sm90::fwd {
 constexpr int warpgroups = cfg::block_m / 64;  // consumers: 64 query rows each
 constexpr int threads = 128 * (warpgroups + 1);
 // Two blocks share a multiprocessor where tiles are small.
-constexpr int producer_registers = cfg::min_blocks == 2 ? 32 : warpgroups == 3 ? 32 : 40;
-constexpr int consumer_registers = cfg::min_blocks == 2 ? 104 : warpgroups == 3 ? 160 : 232;
+constexpr int producer_registers = cfg::min_blocks == 2 || warpgroups >= 3 ? 32 : 40;
+constexpr int consumer_registers = cfg::min_blocks == 2 ? 104 : warpgroups == 4 ? 112 : warpgroups == 3 ? 160 : 232;
 
 // Rows and keys that see nothing and nobody sees, also because of the bias.
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
@@ -54,7 +54,7 @@ constexpr int cols_at = bias_tiles_at + cfg::stages * bias_bytes;
 constexpr int bits_at = cols_at + cfg::stages * cols_bytes;
 constexpr int key_bias_at = bits_at + cfg::stages * bits_bytes;
 constexpr int key_bias_bytes = splits ? part_bytes * cfg::block_n : cfg::bias_keys ? static_cast<int>(sizeof(KeyBias)) : 0;
-constexpr int halves_at = key_bias_at + cfg::stages * key_bias_bytes;
+constexpr int halves_at = key_bias_at + (splits ? 2 : 1) * cfg::stages * key_bias_bytes;
 constexpr int barriers_at = halves_at + (splits ? halves_bytes : 0);
 
 enum Barrier {
@@ -85,11 +85,11 @@ struct Part {
 
 // A key tile as it travels to the consumers, with its buffer of k.
 struct KeyTile {
-    u32 code;  // number (of tiles there are fewer than 2^24, or 2^22) and, in the low bits, what the consumers must know
-    static constexpr int flags = cfg::split_bias ? 9 : 8;
-    static constexpr i32 hides_bit = 256;
-    static constexpr i32 hidden_bit = 1, partial_bit = 8;  // << warpgroup
-    static constexpr i32 dead_bit = 64, last_bit = 128, hidden_bits = 7, partial_bits = 56;
+    u32 code;  // number (of tiles there are fewer than 2^24, or 2^22, where the bias is made of parts or warpgroups are four) and, in the low bits, what the consumers must know
+    static constexpr int most = warpgroups > 3 ? warpgroups : 3, flags = 2 * most + 2 + cfg::split_bias;
+    static constexpr i32 hidden_bit = 1, partial_bit = 1 << most;  // << warpgroup
+    static constexpr i32 hidden_bits = partial_bit - 1, partial_bits = hidden_bits << most;
+    static constexpr i32 dead_bit = partial_bit << most, last_bit = 2 * dead_bit, hides_bit = 2 * last_bit;
     __device__ __forceinline__ static constexpr KeyTile make(i32 n, i32 bits) { return {static_cast<u32>(n << flags | bits)}; }
     __device__ __forceinline__ static constexpr KeyTile none() { return {~0u}; }
     __device__ __forceinline__ constexpr bool exists() const { return code != ~0u; }
@@ -132,8 +132,15 @@ struct BiasPlace {
     i32 query_head, batch, row;
 };
 
-struct Mail {  // to the cleaner: which buffer of v, which keys; negative stage: no more work
-    i32 stage, n, instance;
+// Which keys of a tile a bias hides that is made of parts.
+constexpr int key_words = (cfg::block_n + 31) / 32;
+struct HiddenKeys {
+    i32 some;  // KeyTile::hides_bit, if there is one
+    u32 keys[key_words];
+};
+
+struct Mail {  // to the cleaner: which buffer of v (and of HiddenKeys), which keys; negative place: no more work
+    i32 place, n, instance;
 };
 
 // What else comes with queries, keys and values: nothing, or their tangents (sm90/jvp.cu).  `full` counts its bytes.
@@ -149,7 +156,7 @@ constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
 constexpr int mail_at = codes_at + 4 * cfg::stages;
 constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
 constexpr int hiding_at = bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
-constexpr int parts_at = hiding_at + (cfg::split_bias ? 8 * cfg::stages : 0);
+constexpr int parts_at = hiding_at + (cfg::split_bias ? 2 * cfg::stages * static_cast<int>(sizeof(HiddenKeys)) : 0);
 constexpr int shared_bytes = parts_at + (cfg::split ? static_cast<int>(sizeof(Part)) * cfg::q_stages : 0);
 
 // A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
@@ -167,9 +174,11 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
     __device__ __forceinline__ u32 key_bias(u32 stage) const { return address + key_bias_at + stage * key_bias_bytes; }
+    // What tensor cores add to a tile's keys, and what a bias hides of them, of two rounds of the ring: both are asked for when keys have gone.
+    __device__ __forceinline__ u32 parts(const Slot<cfg::stages>& k) const { return key_bias(k.place()); }
     __device__ __forceinline__ u32 halves() const { return address + halves_at; }
-    // The bits of a key tile whose bias hides keys, of two rounds of the ring: the producer asks late.
-    __device__ __forceinline__ i32& hiding(const Slot<cfg::stages>& k) const { return at<i32>(hiding_at, k.phase * cfg::stages + k.stage); }
+    __device__ __forceinline__ HiddenKeys& hidden_keys(u32 place) const { return at<HiddenKeys>(hiding_at, place); }
+    __device__ __forceinline__ i32 hiding(const Slot<cfg::stages>& k) const { return hidden_keys(k.place()).some; }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
     __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }

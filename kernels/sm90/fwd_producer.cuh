@@ -119,8 +119,8 @@ struct Producer {
             raw_phase ^= 1;
             full = shared.barrier(raw_full);
             if (lane == 0) {
-                shared.mail() = {static_cast<i32>(v.stage), from.tile.n(), from.instance};
-                if constexpr (cfg::bias_keys) shared.bias_of_mail() = from.bias;
+                shared.mail() = {static_cast<i32>(cfg::split_bias ? v.place() : v.stage), from.tile.n(), from.instance};
+                if constexpr (cfg::bias_keys && !cfg::split_bias) shared.bias_of_mail() = from.bias;
             }
         }
         copy_values(from, full);
@@ -183,14 +183,24 @@ struct Companion {
     Slot<1> list;
     static constexpr int own = (cfg::block_n + 31) / 32;  // keys of a lane
 
-    // Stores x[i] of the lane's i-th key.
+    // Stores x[i] of the lane's i-th key.  Nobody asks for what lay there any more, two rounds later: consumers have done with the first round's
+    // scores, and so with the values before them.
     __device__ __forceinline__ void store(const float (&x)[own]) const {
-        const u32 rows = shared.key_bias(k.stage) + part_bytes * lane;
+        const u32 rows = shared.parts(k) + part_bytes * lane;
         unroll<own>([&](int i) {
             const BiasParts parts(x[i]);
             if (32 * i + lane < cfg::block_n) ptx::store_shared_v4(rows + 32 * part_bytes * i, parts.pair, parts.third, 0, 0);
         });
         ptx::async_proxy_fence();
+        if constexpr (!cfg::split_bias) return;
+        HiddenKeys& hidden = shared.hidden_keys(k.place());
+        u32 some = 0;
+        unroll<own>([&](int i) {
+            const u32 keys = __ballot_sync(~0u, x[i] == minus_infinity() && 32 * i + lane < cfg::block_n);
+            hidden.keys[i] = keys;  // all lanes the same
+            some |= keys;
+        });
+        hidden.some = some != 0 ? KeyTile::hides_bit : 0;
     }
 
     __device__ __forceinline__ void load(i32 first_key, const BiasPlace& of) {
@@ -215,11 +225,6 @@ struct Companion {
         }
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         store(x);
-        if constexpr (cfg::split_bias) {
-            bool hides = false;
-            unroll<own>([&](int i) { hides |= x[i] == minus_infinity(); });
-            shared.hiding(k) = uniform(hides) ? KeyTile::hides_bit : 0;
-        }
         ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         k.advance();
     }
@@ -248,17 +253,22 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
     for (u32 phase = 0;; phase ^= 1) {
         ptx::mbarrier_wait(shared.barrier(raw_full), phase);
         const Mail mail = shared.mail();
-        if (mail.stage < 0) return;
+        if (mail.place < 0) return;
+        const u32 stage = cfg::split_bias ? mail.place % cfg::stages : mail.place;
+        constexpr bool asks_bias = cfg::bias_keys && !cfg::split_bias;
         i64 bias = 0;
-        if constexpr (cfg::bias_keys) bias = slice_of(p.bias, shared.bias_of_mail().batch, shared.bias_of_mail().query_head);
-        for (u32 row = lane; row < cfg::block_n; row += 32) {
-            const i32 key = mail.n * cfg::block_n + row;
-            if (key >= p.n_keys || (band_sees(p, key) && key_alive(p, mail.instance, key) && (!cfg::bias_keys || bias_shows(p, bias, key)))) continue;
-            clear_row<cfg::block_n, slabs_v * (1 + cfg::tv)>(shared.memory + v_at + mail.stage * v_bytes, row);
+        if constexpr (asks_bias) bias = slice_of(p.bias, shared.bias_of_mail().batch, shared.bias_of_mail().query_head);
+#pragma unroll 1  // registers are few
+        for (u32 word = 0; word < key_words; ++word) {
+            const i32 row = 32 * word + lane, key = mail.n * cfg::block_n + row;
+            const bool there = row < cfg::block_n && key < p.n_keys;
+            u32 unseen = __ballot_sync(~0u, there && !(band_sees(p, key) && key_alive(p, mail.instance, key) && (!asks_bias || bias_shows(p, bias, key))));
+            if constexpr (cfg::split_bias) unseen |= shared.hidden_keys(mail.place).keys[word];
+            clear_rows<cfg::block_n, slabs_v * (1 + cfg::tv)>(shared.memory + v_at + stage * v_bytes, 32 * word, unseen, lane);
         }
         ptx::async_proxy_fence();
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared.barrier(v_full + mail.stage));
+        if (lane == 0) ptx::mbarrier_arrive(shared.barrier(v_full + stage));
         ptx::mbarrier_arrive(shared.barrier(raw_empty));
     }
 }

@@ -53,6 +53,17 @@ __device__ __forceinline__ bool band_hides(const Params& p, i32 n) {
     return !band_sees(p, first) || !band_sees(p, last);
 }
 
+// The same for those of 32 rows whose bits are set, by a warp, four of them at a time.
+template <int rows, int slab_count>
+__device__ __forceinline__ void clear_rows(u8* tile, u32 first, u32 which, u32 lane) {
+    if (which == 0) return;
+#pragma unroll 2
+    for (u32 row = lane / 8; row < 32; row += 4) {
+        if (!(which >> row & 1)) continue;
+        unroll<slab_count>([&](int slab) { *reinterpret_cast<uint4*>(tile + (slab * rows + first + row) * row_bytes + 16 * (lane % 8)) = uint4{}; });
+    }
+}
+
 // Zeroes one row of a tile of `slab_count` slabs.
 template <int rows, int slab_count>
 __device__ __forceinline__ void clear_row(u8* tile, u32 row) {

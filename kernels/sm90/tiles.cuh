@@ -46,6 +46,9 @@ struct Slot {
         stage = stage + 1 == stages ? 0 : stage + 1;
         phase ^= stage == 0;
     }
+    __device__ __forceinline__ Slot before() const { return {stage == 0 ? stages - 1 : stage - 1, phase ^ (stage == 0)}; }
+    // Among the buffers of two rounds.
+    __device__ __forceinline__ u32 place() const { return phase * stages + stage; }
 };
 
 // The same where registers are few: positions in up to three rings of one or two buffers, counted in one register, three bits for each of

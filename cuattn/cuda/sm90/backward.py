@@ -3,6 +3,9 @@
 There are two ways.  Where dK and dV of 128 keys fit into registers, one kernel (sm90/bwd.cu) computes everything and
 adds dq up in memory, key tiles taking turns where the order must be fixed; sm90/bwd_convert.cu turns the sums into
 rows.  Else the same kernel with 64 keys computes dK and dV, and sm90/bwd_rows.cu computes dq.
+
+A block has all query heads that share its key tile.  Where that leaves multiprocessors without work, several blocks
+share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add_parts.cu adds their dK and dV up.
 """
 
 import functools
@@ -22,22 +25,25 @@ from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
+from cuattn.cuda.sm90.parts import count_parts, side_by_side
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
-from cuattn.problem import Problem
+from cuattn.problem import DTYPES, Problem
 from cuattn.tracing import I, J, S, addend, derivative, is_linear
 
 _FUSED_HEAD_DIM = 128
 _WARPGROUPS = 2  # consumers
 _STAGES = 2  # tiles in flight
-_SHORT = 128
+_SHORT, _SHORT_HEADS, _SHORTEST = 128, 1056, 33  # rows and keys of few heads, at least; of so many heads
 _MAX_SOFTCAP = 1024  # beyond it rows may be far: their slopes are lost with their scores (attn/bwd_workspace.cuh)
 _DELTA_PARTS = 3  # bfloat16 that add up to a row's delta (kernels/attn/bwd_workspace.cuh)
 _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the first rows
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
+_MULTIPROCESSORS = 132
+_SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
 
@@ -104,12 +110,24 @@ class Cut:
         The main kernel sums what arrays of a score function need of dS.
     arrays : dict of int to Learned
         Of those arrays that are like biases, see :func:`like_biases`.
+    parts : int
+        Blocks that share a key tile, each with as many query heads of those that share k and v, or a slice of one's
+        rows.
+    slices : int
+        Of a head's rows.
     keys, rows : Tile
         Of sm90/bwd.cu and sm90/bwd_rows.cu.
     """
 
-    def __init__(self, problem: Problem, bias: BiasForm = NO_BIAS, shares_q: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        bias: BiasForm = NO_BIAS,
+        shares_q: bool = False,
+        multiprocessors: int = _MULTIPROCESSORS,
+    ) -> None:
         self.problem, blocks = problem, problem.masks == ("block",)
+        self._multiprocessors = multiprocessors
         self.head_dim, self.head_dim_v = (
             _NARROW if columns <= _NARROW else width_of(columns) for columns in (problem.head_dim, problem.head_dim_v)
         )
@@ -133,24 +151,34 @@ class Cut:
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
-        self.dq_tiles = 0
+        self.dq_tiles, self.parts, self.slices = 0, 1, 1
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
-        self.columns = _NARROW if narrow else pad(problem.head_dim, SLAB_COLUMNS)
+        self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
+        masked = (
+            problem.masks or problem.deterministic
+        )  # where registers are short with masks; a fixed order is theirs, too
         alone = problem.group == 1 and not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
         if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
+        elif problem.bias is None and not problem.learned and not (masked and (sloped or problem.dropout)):
+            self.parts = count_parts(problem, self.keys.counts, self.keys.block_n, self._moved, multiprocessors)
+            self.slices = max(self.parts // problem.group, 1)
+            self.keys = self._key_tile()
 
-    def _counts(self, tile: tuple[int, int], size: int, heads: int) -> dict[str, int]:
+    def _counts(self, tile: tuple[int, int], size: int, heads: int, least: int = 1) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.
 
-        Where the order of the tiles matters, what they read, `size` bytes a head, shares the L2 cache; where key tiles
-        take turns, the more heads, the fewer of one head wait for each other.
+        Where the order of the tiles matters, what they read, `size` bytes a head, shares the L2 cache, but of at least
+        `least` heads, and of as many to the end; where key tiles take turns, the more heads, the fewer of one head wait
+        for each other.
         """
         problem, together = self.problem, 1
         if problem.masks or problem.band is not None:
-            together = sharing_cache(size)
+            together = max(sharing_cache(size), least)
+            if least > 1:
+                together = cdiv(heads, max(heads // together, 1))
         if self.bias.batches_first:
             together = math.prod(problem.batch)
         if problem.deterministic and self.fused:
@@ -158,6 +186,11 @@ class Cut:
         if self.dq_tiles:
             together = 1
         return {**tile_counts(problem, tile), "section": min(together, heads)}
+
+    @property
+    def _moved(self) -> int:
+        """Bytes of a row of q, of do, and of dq where it is added up."""
+        return row_bytes(self.problem) + 4 * self.fused * self.problem.head_dim
 
     def _key_tile(self) -> Tile:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
@@ -176,11 +209,11 @@ class Cut:
             width = _NARROW if block_m == _TALL and self.head_dim <= _NARROW else SLAB_COLUMNS * slabs
             # dq on its way, or held; and dk and dv on their way.
             sums = block_m * (4 * width * (1 + self.dq_tiles) + 2 * _WARPGROUPS * ROW_BYTES)
-            barriers, moved = 6, row_bytes(problem) + 4 * problem.head_dim  # and of a row
+            barriers = 6
         else:
             keys = 2 * max(slabs, slabs_v) * block_n * ROW_BYTES
             sums = 2 * 4 * 64 * block_m  # P
-            barriers, moved = 4, row_bytes(problem)
+            barriers = 4
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
         if self.split_bias or self.split_score is not None:
             tiles += HALVES_BYTES * (not self.split_delta) + KEY_BIAS_BYTES * block_n * (max(slabs, slabs_v) == 1)
@@ -190,8 +223,10 @@ class Cut:
         sums = self.bias.gradient == Dbias.DIAGONALS
         size = pad(tiles + 8 * (barriers + 8 + (4 + 3 * draws + sums) * _STAGES), 16) + told
         size = pad(size, _DELTA_OPERAND) if self.split_delta else size
-        heads = problem.instances // problem.group
-        counts = self._counts((block_m, block_n), problem.n_queries * problem.group * moved, heads)
+        heads, rows = problem.instances // problem.group * self.parts, problem.n_queries * problem.group // self.parts
+        differ = problem.group > 1 and problem.band is not None
+        least = side_by_side(problem.n_keys, block_n, self._multiprocessors) if differ else 1
+        counts = self._counts((block_m, block_n), max(rows, 1) * self._moved, heads, least)
         return Tile(block_m, block_n, size, counts)
 
     def _row_tile(self) -> Tile:
@@ -226,7 +261,26 @@ class Cut:
                 found["turns"] = Array((dq_instances, row_tiles), int32)
             rows = row_tiles * self.keys.block_m
             found["dq_acc"] = Array((dq_instances, rows, self.columns), self.problem.stat_dtype)
+        if self.parts > 1:
+            problem = self.problem
+            parts = problem.instances // problem.group * self.parts, problem.n_keys
+            found["dk_acc"] = Array((*parts, problem.head_dim), problem.stat_dtype)
+            found["dv_acc"] = Array((*parts, problem.head_dim_v), problem.stat_dtype)
         return found
+
+    @property
+    def part_fields(self) -> dict[str, int]:
+        """Fields of ``Params`` of the kernel of keys alone, to which a part is a head of k and v."""
+        problem, parts, slices = self.problem, self.parts, self.slices
+        if parts == 1:
+            return {}
+        group = problem.group * slices // parts
+        return {"kv_heads": problem.kv_heads * parts, "group": group, "splits": parts, "split_tiles": slices}
+
+    @property
+    def part_constants(self) -> Constants:
+        """What that kernel is told besides: parts leave unrounded."""
+        return {"grad": DTYPES[self.problem.stat_dtype].cuda} if self.parts > 1 else {}
 
     @property
     def constants(self) -> Constants:
@@ -247,8 +301,15 @@ class Cut:
             "v_stages": self.rows.v_stages,
             "atomic_dq": self.adds_dq,
             "dq_tiles": self.dq_tiles,
+            "in_parts": self.parts > 1,
             "deterministic": self.problem.deterministic,
         }
+
+    @property
+    def notes(self) -> list[str]:
+        """How dq is made, and who makes dk and dv if that is not one block for each key tile."""
+        shared = f"{self.parts} blocks share a key tile; their parts of dk and dv are added up in a fixed order"
+        return [self.note, *[shared] * (self.parts > 1)]
 
     @property
     def note(self) -> str:
@@ -269,14 +330,24 @@ class Backward(MappedCall):
     def cut(self) -> Cut:
         """How the call is cut."""
         form = bias_form(self.problem, self.operands.get("bias"))
-        return Cut(self.problem, form, "q" in broadcast_heads(self))
+        return Cut(self.problem, form, "q" in broadcast_heads(self), self.device.multiprocessors)
 
     def unsupported_reason(self) -> str | None:
         problem = self.problem
         against = unsupported_reason(problem, self.device)
-        if against is None and problem.kernel is None and max(problem.n_queries, problem.n_keys) < _SHORT:
+        if against is None and problem.kernel is None and max(problem.n_queries, problem.n_keys) < self._shortest:
             against = "rows and keys are fewer than its tiles have"
         return against or score_gradients.unsupported_reason(problem) or self._sum_reason() or self.layout_reason()
+
+    @property
+    def _shortest(self) -> int:
+        """The least number of rows or keys for which the portable kernels, of smaller tiles, are not faster."""
+        problem = self.problem
+        beside = problem.bias, problem.score, problem.softcap
+        plain = all(x is None for x in beside) and not (problem.masks or problem.dropout)
+        many = problem.instances >= _SHORT_HEADS and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
+        ordered = problem.deterministic and not self.cut.dq_tiles
+        return _SHORTEST if plain and many and not ordered else _SHORT
 
     def _sum_reason(self) -> str | None:
         problem = self.problem
@@ -308,11 +379,13 @@ class Backward(MappedCall):
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
         if by_score and by_score.main_constants:
             path, constants = "sm90/bwd_weights.cu", constants | by_score.main_constants
-        launched = path, "attention_backward", constants, work, key_warps, counts, keys[:2]
+        of_keys, fields = constants | cut.part_constants, {**counts, **cut.part_fields}
+        launched = path, "attention_backward", of_keys, work * cut.parts, key_warps, fields, keys[:2]
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
+        self._add_parts(constants)
         whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
             dbias.finish(whole)
@@ -329,5 +402,15 @@ class Backward(MappedCall):
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
             self.add_mapped(*launched, rows.shared_bytes, ("dq",))
-        notes = [cut.note, *(by_score.notes if by_score else [])]
-        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, constants, *notes)
+        notes = [*cut.notes, *(by_score.notes if by_score else [])]
+        return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
+
+    def _add_parts(self, constants: Constants) -> None:
+        """Append the launch that adds parts of dk and dv up, where several blocks shared their key tiles."""
+        problem, parts = self.problem, self.cut.parts
+        if parts == 1:
+            return
+        units = problem.instances // problem.group * problem.n_keys * row_bytes(problem) // _UNIT_BYTES
+        grid = (min(cdiv(units, _SUM_THREADS), _SUM_BLOCKS * self.device.multiprocessors),)
+        launched = "sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _SUM_THREADS // 32
+        self.add(*launched, {"splits": parts})

@@ -10,7 +10,7 @@ from cuattn.cuda.arguments import Array, pad, row_bytes, row_strides, steps_of, 
 from cuattn.cuda.constants import Constants, function_of, problem_constants
 from cuattn.cuda.device import COUNTERS, Device
 from cuattn.cuda.sm80 import forward as portable
-from cuattn.cuda.sm90 import parts, tensor_map
+from cuattn.cuda.sm90 import balance, tensor_map
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -27,7 +27,7 @@ _MAX_HEAD_DIM, _ROOMY_HEAD_DIM = 256, 192  # wider tiles leave no shared memory 
 _LEAST_SCALE = 1e-30  # and its inverse the largest
 _LIST_BYTES = 4 * (32 + 4)  # a list of key tiles
 # Keys from which on it pays to begin the softmax under the warpgroup's own product, by rows of a tile.
-_LONG = {128: 1024, 192: 2048}
+_LONG = {128: 1024, 192: 2048, 256: 1024}
 _L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
 # Rows, with those of a tile that are not there, that a key must meet before its products take longer than reading it:
 # measured at d 128.
@@ -71,11 +71,14 @@ _BIASED_TILES = (
     (192, 128, Tile(128, 64, 3, 1)),
     (256, 256, Tile(128, 64, 2, 1)),
 )
+_WIDE_TILE = Tile(256, 64, 3, 2)  # of four warpgroups, for 64 columns where nothing but such a bias takes registers
 KEY_BIAS_BYTES = 16  # beside a float for each key; and a key's, in parts
 HALVES_BYTES = 128  # what parts are multiplied by
 _SPLIT_KEYS = 1 << 28  # key tiles are counted in fewer bits
 _SPLIT_HEAD_DIM = 128
 _FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
+_MULTIPROCESSORS = 132  # of an H100 or H200
+_WIDE_ROUNDS = 1.08  # time of all tiles of 256 rows, beside that of tiles of 128, up to which they are taken
 _SHORT_FUNCTION, _LONG_FUNCTION = 16, 60  # operations, at most and from which on
 
 
@@ -271,13 +274,27 @@ class Cut:
 
     def _biased_tile(self) -> Tile:
         problem = self.problem
-        # Two blocks do not share the registers that these take.
+        # Two blocks, or four warpgroups, do not share the registers that these take.
         alone = problem.dropout or is_walked(problem) or problem.score is not None
         rows = _BIASED_TILES[1 if alone else 0 :]
         tile = next(row[2] for row in rows if self.head_dim <= row[0] and self.head_dim_v <= row[1])
+        if tile == _BIASED_TILES[1][2] and not alone and self._fills_rows:
+            return _WIDE_TILE
         if self._is_described:
             tile = tile._replace(block_n=min(tile.block_n, 112), stages=2)
         return tile._replace(block_n=_FEW_KEYS) if is_long(problem) else tile
+
+    @property
+    def _fills_rows(self) -> bool:
+        """Whether four warpgroups have the registers, and fill rows and multiprocessors as two do."""
+        problem = self.problem
+        masked = problem.masks or problem.band is not None or problem.softcap is not None
+        long = _LONG[256] <= problem.n_keys < _SPLIT_KEYS
+        if masked or not long or self.head_dim != SLAB_COLUMNS or problem.out_dtype != problem.dtype:
+            return False
+        wide, narrow = (cdiv(problem.n_queries, rows) * problem.instances for rows in (256, 128))
+        rounds = 2 * cdiv(wide, _MULTIPROCESSORS), cdiv(narrow, _MULTIPROCESSORS)
+        return rounds[0] <= _WIDE_ROUNDS * rounds[1]
 
     @property
     def blocks(self) -> int:
@@ -304,12 +321,13 @@ class Cut:
         masks = block_n * (16 * ("column" in problem.masks) + boolean * block_m // 8)  # intervals, and bits
         tiled = cdiv(block_n, SLAB_COLUMNS) * block_m * ROW_BYTES
         bias = {"tiles": tiled, "keys": 4 * block_n + KEY_BIAS_BYTES}.get(self.bias_form, 0)
-        bias = KEY_BIAS_BYTES * block_n if self._splits else bias
+        bias = 2 * KEY_BIAS_BYTES * block_n if self._splits else bias
         tiles = q_stages * queries + stages * ((slabs + slabs_v) * block_n * ROW_BYTES + masks + bias)
         tiles += HALVES_BYTES * self._splits
         barriers = 8 * (2 * q_stages + 4 * stages + 4)
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
-        mail += 24 * (bool(self.bias_form) or self.split_score is not None) + 8 * stages * self.split_bias
+        mail += 24 * (bool(self.bias_form) or self.split_score is not None)
+        mail += 8 * stages * (1 + cdiv(block_n, 32)) * self.split_bias
         mail += 12 * q_stages * (self.splits > 1)
         return pad(tiles + barriers, 16) + mail
 
@@ -319,8 +337,8 @@ class Cut:
             return
         chosen, time = self.tile, math.inf
         for tile, cost in self._heights():
-            found = parts.divide(self._row_lengths(tile), multiprocessors * tile.min_blocks, self._may_divide(tile))
-            if cost * found.time < parts.GAIN * time:
+            found = balance.divide(self._row_lengths(tile), multiprocessors * tile.min_blocks, self._may_divide(tile))
+            if cost * found.time < balance.GAIN * time:
                 chosen, time, (_, self.splits, self.split_tiles) = tile, cost * found.time, found
         self.tile, self.counts = chosen, self.counts | tile_counts(self.problem, chosen)
         if self.splits > 1:

@@ -1,88 +1,100 @@
-"""When a forward's row tiles are done, and into how many parts their keys are divided to be done sooner."""
+"""How many blocks of Hopper's backward share a key tile.
+
+One block has all query heads that share the tile.  Then most multiprocessors may wait for the longest, which under
+causality is as long as two others; and few heads may have fewer key tiles than there are multiprocessors.  So the
+query heads are dealt out to several blocks, or, where that is not enough, slices of each one's rows.  Parts of dK and
+dV cost memory traffic, and each the time in which a block begins.
+"""
 
 import heapq
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from cuattn.cuda.arguments import band_fields
 from cuattn.io_model.sizes import cdiv
+from cuattn.problem import Band, Problem
 
-# In steps of a key tile: a row's end; what it takes to leave a part, and to add up each (measured at d 64).
-_END, _MERGE, _MERGE_OF_PART = 1.0, 3.0, 0.2
-_LEAST_PART = 4  # key tiles
-_MOST_PARTS = 16  # of a row
-_SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the longest row, as parts of rows of unequal length may have
-_MOST_SIMULATED = 600  # row tiles of unequal length; of more, longest first, all multiprocessors are done at once
-GAIN = 0.95  # by how much what is unusual must be done sooner
+# Rows that a block could walk while it begins and ends a key tile; while a part travels; while a launch begins.
+_ITEM_ROWS, _PART_ROWS, _PASS_ROWS = 128, 256, 128
+_MANY = 8  # key tiles for each multiprocessor, of which none need be shared
+_SLICES, _WORTH = 8, 0.97  # of a head's rows, at most; share of the time that parts may take to be worth it
+# If key tiles differ, blocks drift apart by this share of the longest item's time.  What they share leaves the L2 cache
+# if they walk more bytes than these side by side, which costs this share of the time whenever those double.
+_SPREAD, _NEAR, _FAR = 0.1, 128 << 20, 0.04
 
 
-class Division(NamedTuple):
-    """How rows' keys are divided.
+def makespan(lengths: Sequence[float], copies: int, workers: int) -> float:
+    """Return how long workers take for so many items of each length, each taking the next when it is done with one.
 
-    Attributes
-    ----------
-    time : float
-        When all rows are done, in steps of a key tile.
-    parts, tiles : int
-        Of the longest row, and key tiles of a part at most.
+    >>> makespan([3, 2, 1], 2, 2), makespan([3, 2, 1], 1, 3)
+    (6, 3)
     """
-
-    time: float
-    parts: int
-    tiles: int
-
-
-def makespan(lengths: Sequence[int], most: int, slots: int) -> float:
-    """Return when all row tiles are done, in steps of a key tile, if their parts have at most so many key tiles.
-
-    Parameters
-    ----------
-    lengths : sequence of int
-        Key tiles of each row tile, the longest first.
-    most : int
-        Key tiles of a part.
-    slots : int
-        Blocks that work side by side; each takes the next part when it is done with one.
-
-    Examples
-    --------
-    >>> makespan([8, 8, 8], 8, 2) - makespan([8, 8, 8], 8, 3)
-    9.0
-    """
-    parts = [cdiv(length, most) for length in lengths]
-    costs = [
-        length / n + _END + (n > 1) * (_MERGE + _MERGE_OF_PART * n) for length, n in zip(lengths, parts, strict=True)
-    ]
-    if lengths[0] == lengths[-1]:
-        return cdiv(len(lengths) * parts[0], slots) * costs[0]
-    if len(lengths) > _MOST_SIMULATED:
-        return sum(cost * n for cost, n in zip(costs, parts, strict=True)) / slots
-    done = [0.0] * slots
-    for cost, n in zip(costs, parts, strict=True):
-        for _ in range(n):
-            heapq.heapreplace(done, done[0] + cost)
+    done: list[float] = [0] * workers
+    for length in lengths:
+        for _ in range(copies):
+            heapq.heapreplace(done, done[0] + length)
     return max(done)
 
 
-def divide(lengths: Sequence[int], slots: int, divisible: bool) -> Division:
-    """Return the division by which row tiles of these lengths are done soonest; see :func:`makespan`.
+def visible_rows(problem: Problem, block_n: int) -> list[int]:
+    """Return of how many rows the band shows something of each key tile."""
+    fields, last = band_fields(problem), problem.n_queries
+    right, left = fields.get("band_right", problem.n_keys), fields.get("band_left", last)
+    starts = range(0, problem.n_keys, block_n)
+    ends = (min(start + block_n, problem.n_keys) + left for start in starts)
+    return [max(min(end, last) - max(start - right, 0), 0) for start, end in zip(starts, ends, strict=True)]
 
-    Examples
-    --------
-    >>> divide([64] * 22, 132, True)[1:]
-    (6, 11)
+
+def side_by_side(n_keys: int, block_n: int, multiprocessors: int) -> int:
+    """Return of how many heads of k key tiles are worked on side by side, at least, where they differ.
+
+    Those of the last heads that are as long as two others then begin while there is other work.
     """
-    best = Division(makespan(lengths, lengths[0], slots), 1, lengths[0])
-    for tiles in _shorter(lengths) if divisible else ():
-        time = makespan(lengths, tiles, slots)
-        if time < (GAIN if best.parts == 1 else 1) * best.time:
-            best = Division(time, cdiv(lengths[0], tiles), tiles)
-    return best
+    return 1 << (cdiv(2 * multiprocessors, cdiv(n_keys, block_n)).bit_length() - 1)
 
 
-def _shorter(lengths: Sequence[int]) -> list[int]:
-    """Return how many key tiles parts may have, the longest first."""
-    longest = lengths[0]
-    if longest == lengths[-1]:
-        return [cdiv(longest, parts) for parts in range(2, min(longest // _LEAST_PART, _MOST_PARTS) + 1)]
-    found = [int(longest * share) for share in _SHARES] if len(lengths) <= _MOST_SIMULATED else []
-    return [tiles for tiles in found if tiles >= _LEAST_PART]
+def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, moved: int, multiprocessors: int) -> int:
+    """Return how many blocks are best for a key tile.
+
+    Parameters
+    ----------
+    problem : Problem
+    counts : mapping of str to int
+        row_tiles and key_tiles.
+    block_n : int
+        Keys of a tile.
+    moved : int
+        Bytes that a block moves for each row of a head.
+    multiprocessors : int
+
+    Returns
+    -------
+    int
+        A divisor of the problem's group, or a multiple: so many slices of each head's rows.  In a fixed order it
+        depends on no mask and no band, so that two which say the same give the same bits.
+    """
+    group, most = problem.group, _MANY * multiprocessors
+    heads = problem.instances // group
+    tiles = heads * counts["key_tiles"]
+    if tiles >= most:
+        return 1
+    seen = replace(problem, band=Band(None, 0, 0)) if problem.deterministic else problem
+    rows = sorted(visible_rows(seen, block_n), reverse=True)
+    walked = side_by_side(problem.n_keys, block_n, multiprocessors) * problem.n_queries * moved
+
+    def time(parts: int) -> float:
+        beside = _ITEM_ROWS + _PART_ROWS * (parts > 1)
+        lengths = [cdiv(n * group, parts) + beside for n in rows]
+        spent = makespan(lengths, heads * parts, multiprocessors) + _PASS_ROWS * (parts > 1)
+        if rows[0] == rows[-1]:
+            return spent
+        far = math.log2(max(walked * group / parts / _NEAR, 1))
+        return (spent + _SPREAD * lengths[0]) * (1 + _FAR * far)
+
+    found = [n for n in range(1, group + 1) if group % n == 0]
+    if not problem.deterministic:  # turns are told for whole heads
+        found += [group * n for n in range(2, min(_SLICES, counts["row_tiles"]) + 1)]
+    times = {n: time(n) for n in found if n == 1 or tiles * n <= 2 * most}
+    best = min(times, key=times.__getitem__)
+    return best if times[best] < _WORTH * times[1] else 1

@@ -26,15 +26,54 @@ def launched(driver, p, taken, masks=(), **more):
 
 
 def test_one_kernel_and_its_neighbours(driver):
-    p = problem(kv_heads=4, n_queries=1000, band=CAUSAL)
+    p = problem(n_queries=1000, band=CAUSAL)
     preprocess, keys, convert = launched(driver, p, operands(p))
     assert (keys.path, keys.grid, keys.block) == ("sm90/bwd.cu", (132,), (384,))
     assert preprocess.grid == (8 * 16 * 2,) and convert.grid == (16 * 16 * 2,)
     made = keys.argument
-    assert (made["row_tiles"], made["key_tiles"], made["section"]) == (16, 32, 8)
-    assert list(made["dk.batch"]) == [0, 0, 0, 4 * 4096 * 128] and made["dq.head"] == 1000 * 128
+    assert (made["row_tiles"], made["key_tiles"], made["section"]) == (16, 32, 32)
+    assert list(made["dk.batch"]) == [0, 0, 0, 16 * 4096 * 128] and made["dq.head"] == 1000 * 128
     assert made["dq_acc"] == preprocess.argument["dq_acc"] == convert.argument["dq_acc"] != 0
     assert made["ticket"] and not made["turns"]
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_query_heads_of_one_key_head_are_dealt_out(driver, head_dim, deterministic):
+    p = problem(
+        head_dim, batch=(), heads=48, kv_heads=1, n_queries=1024, n_keys=1024, band=CAUSAL, deterministic=deterministic
+    )
+    cut = Backward(p, operands(p), ()).cut
+    done = {each.path: each for each in launched(driver, p, operands(p))}
+    keys, add = done["sm90/bwd.cu"].argument, done["sm90/bwd_add_parts.cu"].argument
+    assert cut.parts > 1 and (keys["kv_heads"], keys["group"], keys["splits"]) == (
+        cut.parts,
+        48 // cut.parts,
+        cut.parts,
+    )
+    assert (add["kv_heads"], add["splits"], done["sm90/bwd.cu"].grid) == (1, cut.parts, (132,))
+    for name, place in (("dk", "dk_acc"), ("dv", "dv_acc")):
+        assert keys[place] == add[place] != 0 and add[f"{name}.data"]
+    made = [each.constants["grad"] for each in done.values() if "grad" in each.constants]
+    assert sorted({*made}) == ["__nv_bfloat16", "float"] and done["sm90/bwd.cu"].constants["grad"] == "float"
+    others = [each for path, each in done.items() if path not in ("sm90/bwd.cu", "sm90/bwd_add_parts.cu")]
+    assert all((each.argument["kv_heads"], each.argument["group"]) == (1, 48) for each in others)
+    assert all(size > 0 for size in driver.sizes)
+
+
+def test_slices_of_few_heads_rows(driver):
+    p = problem(64, batch=(), heads=1, kv_heads=1)
+    _, keys, add, _ = launched(driver, p, operands(p))
+    made = keys.argument
+    assert (made["kv_heads"], made["group"], made["splits"], made["split_tiles"]) == (4, 1, 4, 4)
+    assert (add.argument["kv_heads"], add.argument["splits"]) == (1, 4) and keys.grid == (128,)
+
+
+def test_parts_have_room(driver):
+    p = problem(batch=(2,), heads=12, kv_heads=2, n_queries=500, n_keys=333, head_dim_v=64)
+    call = Backward(p, operands(p), ())
+    scratch = call.cut.scratch(24)
+    assert scratch["dk_acc"].shape == (4 * call.cut.parts, 333, 128) and scratch["dv_acc"].shape[-1] == 64
 
 
 def test_views(driver):
@@ -133,6 +172,24 @@ def test_a_pass_sums_along_rows_and_keys(driver):
 def test_unfit_arrays(changes, words):
     p = problem()
     assert words in Backward(p, {**operands(p), **changes}, ()).unsupported_reason()
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"deterministic": True}, True),
+        ({"head_dim": 64, "head_dim_v": 64}, True),
+        ({"head_dim": 64, "head_dim_v": 64, "deterministic": True}, False),  # turns
+        ({"batch": (64,)}, False),
+        ({"n_queries": 32, "n_keys": 32}, False),
+        ({"softcap": 3.0}, False),
+    ],
+)
+def test_many_heads_may_be_short(driver, changes, taken):
+    p = problem(32, batch=(512,), heads=4, kv_heads=4, n_queries=49, n_keys=49)
+    p = replace(p, **changes)
+    assert (Backward(p, operands(p), ()).unsupported_reason() is None) == taken
 
 
 def test_gradients_unrounded(driver):

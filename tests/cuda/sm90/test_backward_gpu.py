@@ -66,6 +66,19 @@ OWN = [
     sized("d256 columns", 300, 400, 256, heads=20, kv_heads=20, mask=columns_of),
     sized("d256 everything", 300, 400, 256, mask=columns_of,
          options={"softcap": 3.0, "dropout_p": 0.3, "rng": 7, "is_causal": "top_left"}),
+    # Heads of one group for several blocks.
+    sized("dealt out", 600, 600, 128, batch=(), heads=8, kv_heads=1, options={"is_causal": True}),
+    sized("dealt out d64", 500, 700, batch=(2,), heads=12, kv_heads=2, dtype=F16),
+    sized("dealt out d72 dv 40", 500, 400, 72, head_dim_v=40, batch=(1,), heads=6, kv_heads=1,
+         options={"window": (200, 9, "top_left")}),
+    sized("dealt out d256", 400, 450, 256, batch=(1,), heads=8, kv_heads=2, options={"is_causal": "bottom_right"}),
+    sized("dealt out columns", 400, 450, 128, batch=(1,), heads=8, kv_heads=1, mask=some_heads),
+    sized("dealt out dropout", 400, 450, 128, batch=(1,), heads=8, kv_heads=1, options={"dropout_p": 0.1, "rng": 11}),
+    sized("sliced", 2000, 2000, 64, batch=(), heads=1, kv_heads=1, options={"is_causal": True}),
+    sized("sliced full", 2100, 1100, 128, batch=(), heads=2, kv_heads=1),
+    sized("sliced columns", 1500, 1100, 128, batch=(), heads=2, kv_heads=2, mask=columns_of, dtype=F16),
+    sized("sliced d256", 1500, 1100, 256, batch=(), heads=1, kv_heads=1, options={"window": (700, 300, "top_left")}),
+    sized("sliced blocks", 1500, 1100, 128, batch=(), heads=2, kv_heads=2, mask=blocks_of(128, 64)),
     sized("turns", 900, 900, 128, batch=(1,), heads=6, kv_heads=3),
     sized("turns causal", 900, 900, batch=(1,), heads=4, kv_heads=4, options={"is_causal": True}),
     sized("dropout columns", 300, 400, 128, mask=columns_of,
@@ -74,6 +87,7 @@ OWN = [
     sized("d24 dv 64", 300, 400, 24, head_dim_v=64, options={"is_causal": "top_left"}),
     # Many heads of few rows, whose dq a block holds.
     sized("few rows", 256, 256, 32, batch=(70,), heads=4, kv_heads=4),
+    sized("very few rows", 49, 49, 32, batch=(80,), heads=4, kv_heads=4),
     sized("few rows window", 200, 300, 24, batch=(70,), heads=4, kv_heads=4, dtype=F16,
          options={"window": (60, 20, "top_left")}),
     sized("few rows columns", 130, 200, 32, batch=(70,), heads=4, kv_heads=4, mask=columns_of),
@@ -127,7 +141,7 @@ TURNS = [
     "bias d64", "bias d128", "bias columns", "pair bias", "bias loaded d64", "key bias d64", "key bias d128",
     "bias softcap", "bias dropout", "bias shared by heads", "bias shared by sequences", "bias shared by all",
     "bias loaded", "bias blocks", "bias d256", "key bias d256", "key bias softcap", "row bias", "few rows",
-    "few rows columns", "few rows bias",
+    "few rows columns", "few rows bias", "dealt out", "dealt out d64", "dealt out d256", "dealt out columns",
 ]  # fmt: skip
 
 
@@ -275,6 +289,26 @@ def test_graph_holds_its_scratch():
 def test_key_gradients_repeat_bit_for_bit():
     problem = named("columns grouped")
     same_bits(*(problem.backward("sm90")[1:3] for _ in range(2)))
+
+
+@pytest.mark.parametrize("name", ["dealt out", "dealt out d64", "dealt out d256", "dealt out columns"])
+def test_parts_of_a_group_add_up(name):
+    """To what one head to a block gives: dq bit for bit in a fixed order, dk and dv but for roundings."""
+    problem = named(name)
+    do, q, k, v = problem.arrays()
+    options = {"kernel": "sm90", **problem.options}
+    forward = cuattn.forward(q, k, v, **options)
+    assert "blocks share a key tile" in " ".join(cuattn.plan(q, k, v, direction="backward", **options).notes)
+    gradients = cuattn.backward(do, q, k, v, forward, deterministic=True, **options)
+    group = q.shape[-3] // k.shape[-3]
+    alone = [x.repeat(group, axis=-3) for x in (k, v)]
+    dq, *rest = cuattn.backward(do, q, *alone, forward, deterministic=True, **options)[:3]
+    same_bits([gradients.dq], [dq])
+    for actual, parts in zip(gradients[1:3], rest, strict=True):
+        *batch, heads, rows, columns = actual.shape
+        summed = parts.astype(np.float64).reshape(*batch, heads, group, rows, columns).sum(-3)
+        error = abs(actual.astype(np.float64) - summed).max()
+        assert error <= 2.0**-6 * abs(parts.astype(np.float64)).max() * group**0.5
 
 
 HOLD = r"""

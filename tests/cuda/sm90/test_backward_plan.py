@@ -8,6 +8,7 @@ from cuattn.cuda.families import launch_sequence
 from cuattn.cuda.sm90.backward import Cut, unsupported_reason
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
 from cuattn.cuda.sm90.pairs import TILE, ring
+from cuattn.cuda.sm90.parts import makespan, visible_rows
 from cuattn.problem import Band
 from tests.cuda import scores
 from tests.cuda.cases import BF16, F16, Case, columns_of
@@ -54,7 +55,7 @@ def test_one_kernel_or_two():
 
 def test_scratch_holds_whole_tiles():
     made = Cut(problem(72, n_queries=130)).scratch(3)
-    assert made["dq_acc"].shape == (3, 192, 128) and "turns" not in made
+    assert made["dq_acc"].shape == (3, 192, 80) and "turns" not in made
     assert made["stat"].shape == (1, 2 * 16, 256)
     assert Cut(problem(deterministic=True)).scratch(3)["turns"].shape == (3, 64)
     assert "dq_acc" not in Cut(problem(256)).scratch(32)
@@ -81,6 +82,56 @@ def test_causal_heads_share_the_cache():
     assert Cut(problem()).keys.counts["section"] == 1
     assert Cut(problem(band=CAUSAL, n_queries=65536)).keys.counts["section"] == 1
     assert Cut(problem(band=CAUSAL, n_queries=1024)).keys.counts["section"] == 32
+
+
+def grouped(batch, heads, kv_heads, length, head_dim, **changes):
+    return problem(head_dim, batch=(batch,), heads=heads, kv_heads=kv_heads, n_queries=length, n_keys=length, **changes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "parts"),
+    [
+        ((1, 48, 1, 8192, 128), {"band": CAUSAL}, 12),
+        ((1, 48, 1, 8192, 128), {}, 2),
+        ((2, 32, 1, 4096, 128), {"band": CAUSAL, "deterministic": True}, 8),
+        ((2, 14, 2, 8192, 64), {"band": CAUSAL}, 1),  # the longest takes no longer than a 132nd of all
+        ((1, 64, 8, 8192, 128), {"band": CAUSAL}, 2),
+        ((4, 32, 8, 4096, 128), {"band": CAUSAL}, 1),
+        ((4, 8, 1, 4096, 256), {"band": CAUSAL}, 1),
+        ((1, 48, 1, 8192, 128), {"band": CAUSAL, "bias": BF16}, 1),
+        ((1, 8, 8, 1024, 128), {"band": CAUSAL}, 2),
+        ((1, 2, 1, 128, 64), {}, 1),  # not worth a launch
+        ((1, 1, 1, 4096, 64), {}, 4),
+        ((1, 1, 1, 4096, 64), {"masks": ("column",), "dropout": 6554}, 1),  # no registers
+        ((1, 1, 1, 4096, 64), {"deterministic": True}, 1),
+        ((1, 8, 8, 3001, 128), {"band": CAUSAL}, 1),  # parts would travel longer than the longest tile
+    ],
+)
+def test_how_many_blocks_share_a_key_tile(sizes, changes, parts):
+    assert Cut(grouped(*sizes, **changes)).parts == parts
+
+
+@pytest.mark.parametrize("changes", [{}, {"dropout": 6554}])
+def test_parts_of_a_fixed_order_depend_on_no_mask(changes):
+    kinds = {}, {"band": CAUSAL}, {"band": WINDOW}, {"masks": ("column",)}, {"masks": ("boolean",)}
+    parts = [Cut(grouped(1, 48, 1, 2048, 64, deterministic=True, **kind, **changes)).parts for kind in kinds]
+    assert len({*parts}) == 1 and (parts[0] > 1) == (not changes)
+
+
+def test_key_tiles_are_as_long_as_the_band_makes_them():
+    assert visible_rows(problem(n_queries=100, n_keys=300), 128) == [100, 100, 100]
+    assert visible_rows(problem(n_queries=300, n_keys=300, band=CAUSAL), 128) == [300, 172, 44]
+    assert visible_rows(problem(n_queries=300, n_keys=300, band=WINDOW), 128) == [138, 143, 49]
+    assert makespan([4, 3], 2, 3) == 6 and makespan([4, 2], 2, 4) == 4
+
+
+def test_long_key_tiles_of_the_last_heads_begin_early():
+    def sections(*sizes):
+        return Cut(grouped(*sizes, band=CAUSAL)).keys.counts["section"]
+
+    assert sections(4, 32, 8, 4096, 128) == 8 and sections(1, 32, 8, 32768, 128) == 2
+    assert sections(1, 64, 8, 8192, 128) == 4 == sections(2, 14, 2, 8192, 64)
+    assert sections(1, 20, 5, 32768, 128) == 3  # and 2: none is much smaller than the others
 
 
 def test_many_heads_take_turns():
@@ -156,6 +207,13 @@ VARIANTS = [
     problem(128, masks=("column", "boolean"), deterministic=True, band=WINDOW),
     problem(128, masks=("column", "boolean"), dropout=6554, band=CAUSAL),
     problem(192, masks=("column", "boolean"), dropout=6554, softcap=3.0, band=WINDOW),
+    # Parts of a group's heads.
+    *(problem(d, kv_heads=1, batch=(1,), n_queries=1024, n_keys=1024, band=CAUSAL) for d in (64, 96, 128, 256)),
+    problem(64, heads=1, kv_heads=1, batch=(1,), dropout=6554),
+    problem(128, heads=1, kv_heads=1, batch=(1,), softcap=3.0),
+    problem(128, heads=1, kv_heads=1, batch=(1,), masks=("column",)),
+    problem(128, heads=1, kv_heads=1, batch=(1,), masks=("block",)),
+    problem(128, kv_heads=1, batch=(1,), n_queries=1024, n_keys=1024, masks=("column",), deterministic=True),
 ]
 
 
@@ -185,7 +243,10 @@ def kernels(p, form=NO_BIAS):
     """Yield path, constants and shared memory of the kernels that are Hopper's own."""
     cut = Cut(p, form)
     constants = cut.constants
-    yield "sm90/bwd_bias.cu" if form.tiles else "sm90/bwd.cu", constants, cut.keys.shared_bytes, "bwd_layout"
+    own = constants if cut.parts == 1 else {**constants, "grad": "float"}
+    yield "sm90/bwd_bias.cu" if form.tiles else "sm90/bwd.cu", own, cut.keys.shared_bytes, "bwd_layout"
+    if cut.parts > 1:
+        yield "sm90/bwd_add_parts.cu", constants, 0, ""
     if cut.fused:
         yield "sm90/bwd_convert.cu", constants, 0, ""
     else:
@@ -240,6 +301,8 @@ def test_biases_spills(variant, form):
 
 SCORED = [
     ("alibi", {"head_dim": 128, "mask": columns_of}),
+    ("alibi", {"head_dim": 128, "options": {"is_causal": "top_left"}}),
+    ("key_bias", {"head_dim": 128}),
     ("key_bias", {"options": {"dropout_p": 0.25, "rng": 9}}),
     ("relative_table", {"head_dim": 128}),
     ("gated", {}),

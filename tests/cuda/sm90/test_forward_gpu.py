@@ -7,6 +7,7 @@ import pytest
 
 import cuattn
 from cuattn import masks
+from cuattn.cuda.sm90 import forward
 from cuattn.errors import UnsupportedError
 from cuattn.masks import ColumnMask
 from tests.cuda.cases import BF16, CASES, F16, Case, bias_of, blocks_of, columns_of, same_bits, sized, to_device
@@ -64,6 +65,8 @@ OWN = [
     sized("hopper dropout d256", 300, 400, 256, options={"dropout_p": 0.7, "rng": 42}),
     # A bias in tiles: rows of whole 16 bytes.
     *(sized(f"hopper bias d{d}", 300, 408, d, bias=bias_of(1, 1, 1, 1, dtype=BF16)) for d in (32, 64, 96, 192, 256)),
+    # Tiles of 256 rows, one after another in a block.
+    sized("hopper bias wide", 200, 1032, batch=(2,), heads=100, kv_heads=50, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
     sized("hopper bias long", 300, 2504, 128, heads=40, kv_heads=40, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
     sized(
         "hopper bias causal",
@@ -147,6 +150,15 @@ def test_padding_by_a_bias(head_dim, lowest, shape, dtype, n_keys):
     if shape[-2] and lowest == -np.inf:
         assert not actual[0][..., 5, :].any() and not actual[1][..., 5].any() and (actual[2][..., 5] == -np.inf).all()
     problem.check(actual)
+
+
+def test_padding_in_wide_tiles(monkeypatch):
+    """Rows and keys that a dense bias of -inf hides, in tiles of four warpgroups."""
+    monkeypatch.setattr(forward, "_MULTIPROCESSORS", 1)
+    problem = made(sized("wide", 500, 1096, bias=bias_of(1, 1, 1, 1, dtype=BF16)))
+    bias = problem.options["bias"]
+    bias[..., 900:] = bias[..., 5, :] = bias[..., 64:140, :200] = bias[..., 300:, 130:400] = -np.inf
+    problem.check(problem.forward("sm90"))
 
 
 def test_nothing_is_seen_through_a_bias():

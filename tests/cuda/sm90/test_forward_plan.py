@@ -230,6 +230,24 @@ def test_what_tensor_cores_add_of_biases():
 
 
 @pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 256),
+        ({"batch": (1,), "n_queries": 2048}, 256),
+        ({"batch": (1,), "n_queries": 1024}, 128),  # half of the multiprocessors had nothing to do
+        ({"n_queries": 2100}, 128),
+        ({"n_keys": 512}, 128),
+        ({"band": CAUSAL}, 128),
+        ({"softcap": 3.0}, 128),
+        ({"masks": ("column",)}, 128),
+        ({"head_dim": 48}, 128),
+    ],
+)
+def test_four_warpgroups_beside_a_bias(changes, rows):
+    assert Cut(problem(**{"head_dim": 64, "bias": BF16, **changes})).tile.block_m == rows
+
+
+@pytest.mark.parametrize(
     ("address", "stride", "good"), [(16, 32, True), (8, 32, False), (16, 24, False), (16, -16, False)]
 )
 def test_tensor_map_conditions(address, stride, good):
@@ -264,6 +282,7 @@ VARIANTS = [
     problem(128, masks=("column", "boolean"), band=Band(10, 0, 0), dropout=6554, softcap=3.0),
     problem(256, masks=("boolean",), dropout=6554),
     problem(32, bias=BF16, n_keys=256),
+    problem(64, bias=BF16),
     problem(128, bias=BF16),
     problem(128, bias=BF16, masks=("column",), dropout=6554, softcap=3.0),
     problem(256, bias=BF16, masks=("column",)),

@@ -59,6 +59,21 @@ def test_padding(case, lowest, where, rest):
     problem.check(problem.backward("sm90"), peaked="dropout" in case.name)
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("n_keys", [300, 1500])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_what_hidden_keys_hold(head_dim, n_keys, options):
+    """Of tiles in which a bias hides keys here and there, NaN in their rows of k and v does not matter."""
+    problem = made(sized("hidden", 300, n_keys, head_dim, bias=bias_of(1, 0, 0, 1), options=options))
+    problem.options["bias"][..., ::3] = problem.options["bias"][..., 70:100] = -np.inf
+    for x in problem.qkv[1:]:
+        x[..., ::3, :] = x[..., 70:100, :] = np.nan
+    seen = problem._replace(qkv=[problem.qkv[0], *(np.nan_to_num(x) for x in problem.qkv[1:])])
+    actual = problem.forward("sm90")
+    same_bits(actual, seen.forward("sm90"))
+    seen.check(actual)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_bias_of_zero_is_no_bias(head_dim):
     problem = made(sized("zero", 300, 700, head_dim))

@@ -66,6 +66,17 @@ def test_boolean_masks_give_the_bits_of_column_masks(made, head_dim, rng_):
             assert x.tobytes() == y.tobytes(), name
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("made", ["columns", "causal", "full"])
+def test_boolean_masks_give_the_bits_of_column_masks_to_grouped_heads(made, head_dim):
+    rng = np.random.default_rng([len(made), head_dim])
+    mask = MADE[made](rng)
+    q, k, v, do = arrays(rng, head_dim, mask.n_queries, mask.n_keys)
+    given = q, k[:, :1].copy(), v[:, :1].copy(), do
+    for name, x, y in zip(NAMES, solved(*given, mask), solved(*given, to_device(mask.dense())), strict=True):
+        assert x.tobytes() == y.tobytes(), name
+
+
 BANDS = {"none": {}, "causal": {"is_causal": "bottom_right"}, "window": {"window": (100, 30, "top_left")}}
 BESIDE = {
     "rows and heads": lambda rng: [rng.random((HEADS, QUERIES, KEYS)) < 0.7],
