@@ -50,6 +50,7 @@ name                    type     meaning
 ``prescaled``           bool     scores are scaled before the maximum is taken
 ``negate``              bool     sm90: scale < 0, products are negated
 ``overlap``             bool     sm90 forward: the softmax begins under the warpgroup's own product
+``diagonal``            bool     sm90 forward: keys end with the row, at a corner of square tiles
 ``band_left``           bool     keys further left than ``Params::band_left`` are invisible
 ``band_right``          bool     keys further right than ``Params::band_right`` are invisible (causal: 0)
 ``mask``                int      which masks there are, see kernels/attn/mask_format.cuh

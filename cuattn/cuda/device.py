@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cuattn.errors import CuattnError, DtypeError, UnsupportedError
 
-COUNTERS = 1024  # 32-bit counters that the launches of one stream share, each 0 between launches
+COUNTERS = 4096  # 32-bit counters that the launches of one stream share, each 0 between launches
 
 # cudaDeviceAttr: compute capability, major and minor; multiprocessors; shared memory of a block that asks; L2 cache.
 _ATTRIBUTES = (75, 76, 16, 97, 38)

@@ -137,6 +137,8 @@ class Problem:
     kernel: str | None = None
     sm_margin: int = 0  # multiprocessors of a GPU that are left to others
     runs: bool = False  # dropout or a score function over parts of several runs: a place has row_blocks or key_blocks
+    placed: bool = False  # a part of a larger problem: where its band lies is told in each call
+    twin: bool = False  # of a problem with a boolean mask, whose bits it gives
     score: ScoreFunction | None = None
     tangents: tuple[str, ...] = ()  # operands of q, k, v, bias and do that have a tangent
     rank: int = field(default=3, compare=False)

@@ -104,6 +104,7 @@ def check(
         kernel=scalars.choice("kernel", options.kernel),
         sm_margin=options.sm_margin,
         runs=bool((dropout or score) and origin is not None and origin.has_runs),
+        placed=origin is not None,
         score=None if score is None else _score_function(score, limits, learned, tangents),
         tangents=tuple([name[1:] for name in TANGENTS if arrays.get(name) is not None]),
         rank=max(map(len, (q, k, v))),

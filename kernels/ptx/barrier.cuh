@@ -9,6 +9,17 @@ __device__ __forceinline__ void barrier_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Waits as `sync` does, and says whether it holds for any of the threads.
+__device__ __forceinline__ bool barrier_any(u32 id, u32 threads, bool condition) {
+    u32 any;
+    asm volatile(
+        "{\n.reg .pred mine, some;\nsetp.ne.u32 mine, %1, 0;\nbar.red.or.pred some, %2, %3, mine;\nselp.u32 %0, 1, 0, some;\n}"
+        : "=r"(any)
+        : "r"(static_cast<u32>(condition)), "r"(id), "r"(threads)
+        : "memory");
+    return any != 0;
+}
+
 __device__ __forceinline__ void barrier_arrive(u32 id, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

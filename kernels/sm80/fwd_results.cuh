@@ -90,39 +90,41 @@ __device__ __forceinline__ bool finishes(int n) { return cfg::teams == 1 || n % 
 
 // Adds up what the teams have, in shared memory: each leaves its o in its own ring, and finishes every cfg::teams-th tile of o.
 __device__ __forceinline__ void combine_teams(const Work& w, u32 rings, Softmax& rows, Acc (&o)[m_tiles][v_tiles][4]) {
-    static_assert(cfg::teams == 1 || (v_tiles * 4 + 4) * 32 * int(sizeof(Acc)) <= ring_bytes, "a ring has room for o, l and m");
-    static_assert(cfg::teams == 1 || m_tiles == 1, "a team has 16 rows");
+    static_assert(cfg::teams == 1 || m_tiles * (v_tiles * 4 + 4) * 32 * int(sizeof(Acc)) <= ring_bytes, "a ring has room for o, l and m");
     const u32 lane = threadIdx.x % 32;
     const auto place = [&](int team, int index) { return rings + team * ring_bytes + (index * 32 + lane) * u32(sizeof(Acc)); };
     rows.finish();
-    unroll<2>([&](int h) { ptx::store_shared(place(team(), 2 * h), rows.m[0][h]), ptx::store_shared(place(team(), 2 * h + 1), rows.l[0][h]); });
-    unroll<v_tiles, 4>([&](int n, int i) { ptx::store_shared(place(team(), 4 + 4 * n + i), o[0][n][i]); });
+    unroll<m_tiles, 2>([&](int mt, int h) {
+        ptx::store_shared(place(team(), 4 * mt + 2 * h), rows.m[mt][h]), ptx::store_shared(place(team(), 4 * mt + 2 * h + 1), rows.l[mt][h]);
+    });
+    const auto output = [&](int mt, int n) { return 4 * (m_tiles + mt * v_tiles + n); };
+    unroll<m_tiles, v_tiles, 4>([&](int mt, int n, int i) { ptx::store_shared(place(team(), output(mt, n) + i), o[mt][n][i]); });
     __syncthreads();  // all teams' results are there
-    Acc weight[cfg::teams][2];
-    unroll<2>([&](int h) {
+    Acc weight[cfg::teams][m_tiles][2];
+    unroll<m_tiles, 2>([&](int mt, int h) {
         Acc top = -infinity<Acc>(), sum = 0;
         unroll<cfg::teams>([&](int t) {
-            ptx::load_shared(weight[t][h], place(t, 2 * h));
-            top = max_of(top, weight[t][h]);
+            ptx::load_shared(weight[t][mt][h], place(t, 4 * mt + 2 * h));
+            top = max_of(top, weight[t][mt][h]);
         });
         unroll<cfg::teams>([&](int t) {
             Acc l;
-            ptx::load_shared(l, place(t, 2 * h + 1));
-            weight[t][h] = exp2_term(weight[t][h] - Softmax::finite(top), w.to_log2);
-            sum += l * weight[t][h];
+            ptx::load_shared(l, place(t, 4 * mt + 2 * h + 1));
+            weight[t][mt][h] = exp2_term(weight[t][mt][h] - Softmax::finite(top), w.to_log2);
+            sum += l * weight[t][mt][h];
         });
-        rows.m[0][h] = top, rows.l[0][h] = sum;
+        rows.m[mt][h] = top, rows.l[mt][h] = sum;
     });
-    unroll<v_tiles>([&](int n) {
+    unroll<m_tiles, v_tiles>([&](int mt, int n) {
         if (!finishes(n)) return;
         unroll<4>([&](int i) {
             Acc sum = 0;
             unroll<cfg::teams>([&](int t) {
                 Acc x;
-                ptx::load_shared(x, place(t, 4 + 4 * n + i));
-                sum += x * weight[t][i / 2];
+                ptx::load_shared(x, place(t, output(mt, n) + i));
+                sum += x * weight[t][mt][i / 2];
             });
-            o[0][n][i] = sum;
+            o[mt][n][i] = sum;
         });
     });
 }

@@ -389,6 +389,62 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         if constexpr (stage_output) stage_columns(o, shared.q(ending.stage), warpgroup, block);
     }
 
+    // Leaves a part's output and statistics in memory.  The last of a row tile's parts to come here adds all of them up, in their order, which is no
+    // other from run to run: true, and what is left of the row tile's end is as if it had no parts.
+    __device__ __forceinline__ bool merge_parts(const Part& part, Ending& ending) {
+        constexpr int pieces = cfg::head_dim_v / 8;
+        const u32 thread = place_of_thread();
+        const i64 slot = part.tile * warpgroups + static_cast<i32>(warpgroup), first = slot * p.splits;
+        float4* const outputs = static_cast<float4*>(p.o_part) + first * pieces * 128 + thread;
+        float4* const rows = static_cast<float4*>(p.l_part) + first * 128 + thread;
+        float l[2], top[2];
+        unroll<2>([&](int r) { top[r] = quad_max(state.top[r]), l[r] = sum_at_maximum(state, r, top[r], ending.sum[r]); });
+        // The warp's rows: of those that are not there nothing is stored or read.
+        const i32 warp_row = ending.of.row + 64 * static_cast<i32>(warpgroup) + 16 * static_cast<i32>(thread / 32);
+        const bool some = warp_row > -16 && warp_row < p.n_queries;
+        if (some) {
+            __stcg(rows + part.number * 128, make_float4(l[0], l[1], top[0], top[1]));
+            float4* own = outputs + part.number * pieces * 128;
+            unroll<pieces>([&](int i) {
+                const float* x = o + 4 * i;
+                __stcg(own + 128 * i, make_float4(x[0] * ending.normal[0], x[1] * ending.normal[0], x[2] * ending.normal[1], x[3] * ending.normal[1]));
+            });
+        }
+        __threadfence();  // what this thread stored comes before the count
+        ptx::barrier_sync(store_barrier + warpgroup, 128);
+        bool last = false;
+        if (thread == 0) last = atomicInc(reinterpret_cast<u32*>(p.counters) + 1 + slot, part.count - 1) == part.count - 1;
+        if (!ptx::barrier_any(store_barrier + warpgroup, 128, last)) return false;
+        if (!some) return true;
+        __threadfence();  // and the count before what is read
+        unroll<2>([&](int r) { top[r] = minus_infinity(), l[r] = 0.0f; });
+        for (i32 i = 0; i < part.count; ++i) {
+            const float4 x = __ldcg(rows + i * 128);
+            top[0] = fmaxf(top[0], x.z), top[1] = fmaxf(top[1], x.w);
+        }
+        clear();
+        for (i32 i = 0; i < part.count; ++i) {
+            const float4 x = __ldcg(rows + i * 128);
+            const float weight[2] = {weight_of(x.x, x.z, top[0]), weight_of(x.y, x.w, top[1])};
+            unroll<2>([&](int r) { l[r] += weight[r]; });
+            unroll<pieces>([&](int n) {
+                const float4 y = __ldcg(outputs + (i * pieces + n) * 128);
+                o[4 * n] += weight[0] * y.x, o[4 * n + 1] += weight[0] * y.y, o[4 * n + 2] += weight[1] * y.z, o[4 * n + 3] += weight[1] * y.w;
+            });
+        }
+        unroll<2>([&](int r) {
+            state.top[r] = top[r];
+            state.shift[r] = -top[r] * state.scale;
+            ending.sum[r] = l[r];
+            ending.normal[r] = l[r] == 0.0f ? 0.0f : __fdividef(1.0f, l[r]);
+        });
+        return true;
+    }
+    // What a part counts in a row whose maximum is `top`.
+    __device__ __forceinline__ float weight_of(float l, float own, float top) const {
+        return own == minus_infinity() ? 0.0f : l * ptx::ex2((own - top) * state.scale);
+    }
+
     __device__ __forceinline__ void finish_ending(const Ending& ending) {
         const i32 first = ending.of.row + 64 * warpgroup + fragment_row();
         if constexpr (stage_output) {
@@ -404,10 +460,15 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     // The end of a row tile with nothing to overlap with.
     __device__ __forceinline__ void write(const Work& before, Slot<cfg::q_stages> buffer) {
         drain();
-        const Ending ending = begin_ending(before, state, buffer);
+        Ending ending = begin_ending(before, state, buffer);
         clear_empty_rows(ending);
+        if constexpr (cfg::split) {
+            const Part part = shared.part(buffer.stage);
+            if (uniform(part.count > 1) && !merge_parts(part, ending)) return ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
+        }
         unroll<output_blocks>([&](int block) { write_columns(ending, block); });
         finish_ending(ending);
+        if constexpr (!stage_output && cfg::split) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
     }
 
     __device__ __forceinline__ void run() {
@@ -436,15 +497,15 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
                 before = work;
                 buffer = q;
                 q.advance();
-                if constexpr (!stage_output) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
-                if constexpr (cfg::q_stages == 1) break;
+                if constexpr (!stage_output && !cfg::split) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
+                if constexpr (cfg::q_stages == 1 || cfg::split) break;
                 free_output();
                 some = await_row();
                 if (!some || !seen) break;
                 last = cross(before, buffer);
             }
             write(before, buffer);
-            if constexpr (cfg::q_stages == 1) some = await_row();
+            if constexpr (cfg::q_stages == 1 || cfg::split) some = await_row();
         }
         free_output();  // shared memory is read until then
     }

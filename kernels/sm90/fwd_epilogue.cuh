@@ -14,6 +14,12 @@ __device__ __forceinline__ bool is_query(const Params& p, i32 row) {
     return static_cast<u32>(row) < static_cast<u32>(p.n_queries);
 }
 
+// A row's l, of its sum relative to the lazy reference.
+__device__ __forceinline__ float sum_at_maximum(const Softmax& state, int r, float top, float sum) {
+    const float above = fmaf(top, state.scale, state.shift[r]);  // the reference, in powers of two; of a far row it is the maximum
+    return top == minus_infinity() ? 0.0f : sum * ptx::ex2(fabsf(above) < far / 2 ? -above : 0.0f);
+}
+
 // Algorithm 2, line 16: writes l and m of the thread's rows; `sum` is l relative to the lazy reference.  Comes after the output, whose fence
 // would wait for these writes.
 __device__ __forceinline__ void write_statistics(const Params& p, const Work& work, i32 row, const Softmax& state,
@@ -26,8 +32,7 @@ __device__ __forceinline__ void write_statistics(const Params& p, const Work& wo
         const i32 i = row + 8 * r;
         if (threadIdx.x % 4 == 0 && is_query(p, i)) {
             const bool empty = top == minus_infinity();
-            const float above = fmaf(top, state.scale, state.shift[r]);  // the reference, in powers of two; of a far row it is the maximum
-            l[i * p.l.row] = empty ? 0.0f : sum[r] * ptx::ex2(fabsf(above) < far / 2 ? -above : 0.0f);
+            l[i * p.l.row] = sum_at_maximum(state, r, top, sum[r]);
             m[i * p.m.row] = empty ? minus_infinity() : cfg::prescaled ? top : natural_score(top, fabsf(static_cast<float>(p.scale)));
         }
     });

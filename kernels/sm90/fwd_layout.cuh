@@ -19,8 +19,8 @@ constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, m
 
 // Short rows of three warpgroups do best with the plainest steps.
 constexpr bool plain = !cfg::overlap && cfg::dropout == 0;
-// Else no key tile is hidden, only a row's first one, the last of the keys, may be cut, and tiles are counted, not told.
-constexpr bool later_tiles_vary = !unmasked || plain;
+// Else no key tile is hidden, only a row's first one, where its keys end, may be cut, and tiles are counted, not told.
+constexpr bool later_tiles_vary = !(unmasked || cfg::diagonal) || plain;
 constexpr bool told_bias = cfg::split_bias && later_tiles_vary;  // each tile is asked whether its bias hides keys; else only where scores are not settled
 constexpr bool keys_are_read = later_tiles_vary || cfg::bias_tiles || (cfg::bias_keys && !cfg::split_bias);  // by all threads, in what comes with them
 // What comes with keys beside them is another warp's work: all that the producer does, two warps of consumers of its scheduler wait for.
@@ -76,7 +76,12 @@ enum Barrier {
 struct alignas(16) Work {
     i32 row;          // first query row
     i32 head, batch;  // of q and o; negative head: there is no further work
-    i32 instance;     // of the mask; where tiles are counted and the bias may hide keys, the first one counted and, << 24, the last one
+    i32 instance;     // of the mask; where tiles are counted and rows' keys differ, the first one counted and, << 24 (cfg::split: << 16), the last one
+};
+
+// Which part of its row tile's keys it has, of how many, and the number of the row tile.
+struct Part {
+    i32 number, count, tile;
 };
 
 // A key tile as it travels to the consumers, with its buffer of k.
@@ -152,7 +157,8 @@ constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
 constexpr int mail_at = codes_at + 4 * cfg::stages;
 constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
 constexpr int hiding_at = bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
-constexpr int shared_bytes = hiding_at + (cfg::split_bias ? 2 * cfg::stages * static_cast<int>(sizeof(HiddenKeys)) : 0);
+constexpr int parts_at = hiding_at + (cfg::split_bias ? 2 * cfg::stages * static_cast<int>(sizeof(HiddenKeys)) : 0);
+constexpr int shared_bytes = parts_at + (cfg::split ? static_cast<int>(sizeof(Part)) * cfg::q_stages : 0);
 
 // A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
 // too few.
@@ -164,6 +170,7 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 k(u32 stage) const { return address + k_at + stage * k_bytes; }
     __device__ __forceinline__ u32 v(u32 stage) const { return address + v_at + stage * v_bytes; }
     __device__ __forceinline__ Work& work(u32 stage) const { return at<Work>(work_at, stage); }
+    __device__ __forceinline__ Part& part(u32 stage) const { return at<Part>(parts_at, stage); }
     __device__ __forceinline__ TileList& list() const { return at<TileList>(list_at); }
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }
@@ -212,11 +219,11 @@ __device__ __forceinline__ void pass_turn(u32 warpgroup) {
 }
 
 // Where all key tiles of a row are visited: its first one, or that which follows `before`; of `lowest` it has no further one.
-__device__ __forceinline__ i32 top_tile(const Params& p, const Work& work) { return cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
-__device__ __forceinline__ i32 lowest_tile(const Work& work) { return cfg::bias_keys ? work.instance >> 24 : 0; }
+__device__ __forceinline__ i32 top_tile(const Params& p, const Work& work) { return cfg::split || cfg::diagonal ? work.instance & 0xffff : cfg::bias_keys ? work.instance & 0xffffff : p.key_tiles - 1; }
+__device__ __forceinline__ i32 lowest_tile(const Work& work) { return cfg::split ? work.instance >> 16 : cfg::bias_keys ? work.instance >> 24 : 0; }
 __device__ __forceinline__ KeyTile counted_tile(const Params& p, bool first, i32 top, const KeyTile& before, i32 lowest) {
     const i32 n = first ? top : before.n() - 1;
-    const bool whole = !first || (n + 1) * cfg::block_n <= p.n_keys;
+    const bool whole = !first || (!cfg::diagonal && (n + 1) * cfg::block_n <= p.n_keys);
     return KeyTile::make(n, (whole ? 0 : KeyTile::partial_bits) | (n == lowest ? KeyTile::last_bit : 0));
 }
 

@@ -13,8 +13,9 @@ namespace sm90::fwd {
 
 // Where keys end with the row, the last row tile ends with the last 64 queries, and the rows that are too many stand before
 // the first one, which sees fewest keys.  Whole warpgroups: no output is stored from before a tensor's beginning.
+// Not where the diagonal meets the corners of square tiles, and only one of a row's tiles is cut.
 __device__ __forceinline__ i32 rows_before_first(const Params& p) {
-    return cfg::band_right ? p.row_tiles * cfg::block_m - (p.n_queries + 63) / 64 * 64 : 0;
+    return cfg::band_right && !cfg::diagonal ? p.row_tiles * cfg::block_m - (p.n_queries + 63) / 64 * 64 : 0;
 }
 
 // In a section the row tiles with most work come first; neighbours share keys and values.
@@ -86,6 +87,11 @@ __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i
     return (bits & hidden) == hidden ? KeyTile::none() : KeyTile::make(n, bits);
 }
 
+// The next row tile is drawn when the producer begins with the last list, and so many tiles are left of this row at most: a block that is
+// behind then draws less.  Rows of equal length, as a window's, need no such care.
+constexpr bool lengths_vary = (cfg::band_right && !cfg::band_left) || column_masks > 0;
+constexpr int tiles_left = 2;
+
 template <class Beside = Alone>
 struct Planner {
     const Params& p;
@@ -122,11 +128,12 @@ struct Planner {
         list.advance();
     }
 
-    __device__ __forceinline__ void load_queries(const Work& work) {
+    __device__ __forceinline__ void load_queries(const Work& work, const Part& part) {
         const u32 full = shared.barrier(q_full + q.stage);
         ptx::mbarrier_wait(shared.barrier(q_empty + q.stage), q.phase ^ 1);
         if (lane == 0) {
             shared.work(q.stage) = work;
+            if constexpr (cfg::split) shared.part(q.stage) = part;
             if (work.head < 0) {
                 ptx::mbarrier_arrive(full);
             } else {
@@ -178,19 +185,35 @@ struct Planner {
         lowest += __ffs(some) - 1;
     }
 
+    // Narrows a row's key tiles to those of a part, of as many as make parts of p.split_tiles or a little fewer; false if the row has no such part.
+    __device__ __forceinline__ bool take(Part& part, i32& lowest, i32& top) const {
+        const i32 tiles = top - lowest + 1;
+        if (tiles <= 1) return part.number == 0;
+        part.count = min((tiles + p.split_tiles - 1) / p.split_tiles, p.splits);
+        if (part.number >= part.count) return false;
+        lowest = top + 1 - tiles * (part.number + 1) / part.count;
+        top -= tiles * part.number / part.count;
+        return true;
+    }
+
     // Key tiles in descending order, 32 candidates at a time.  The queries follow the first list.
-    __device__ __forceinline__ void plan(Work work) {
+    __device__ __forceinline__ void plan(Work work, Part part) {
         i64 blocks = 0;
         if constexpr (block_mask) blocks = slice_of(p.mask, work.batch, work.head);
         const Rows rows = all_rows(p, work);
         i32 lowest = band_first(p, rows) / cfg::block_n;
         i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
+        if constexpr (cfg::split) {
+            if (!take(part, lowest, top)) return;
+            work.instance = max(top, 0) | lowest << 16;
+        }
         float least = 0.0f;
         if constexpr (cfg::split_bias) least = least_bias(slice_of(p.bias, work.batch, work.head), lowest, top);
         if constexpr (cfg::bias_keys && !told_bias) {
             trim(work, lowest, top, cfg::split_bias ? least : minus_infinity());
             if (!later_tiles_vary && top >= lowest) lowest = min(lowest, 127), work.instance = top | lowest << 24;
         }
+        if constexpr (cfg::diagonal && !cfg::split) work.instance = max(top, 0);
         KeyTile held = KeyTile::none();
         bool first = true, some = false;
         for (i32 group = top; group >= lowest; group -= 32) {
@@ -200,7 +223,7 @@ struct Planner {
             if (!__any_sync(~0u, tile.exists())) continue;
             if (some) {
                 publish(work, held, false);
-                if (first) load_queries(work);
+                if (first) load_queries(work, part);
                 first = false;
             }
             held = tile;
@@ -208,22 +231,37 @@ struct Planner {
         }
         // Rows that see nothing visit one tile all the same, and mask all of it: the consumers need no second path.
         if (!some && lane == 0) held = hidden_tile(p, work);
+        if constexpr (lengths_vary) {
+            const u32 left = __ballot_sync(~0u, held.exists()) >> lane;
+            const bool late = __popc(left) <= tiles_left;
+            if (__any_sync(~0u, held.exists() && !late)) {
+                publish(work, late ? KeyTile::none() : held, false);
+                if (first) load_queries(work, part);
+                first = false;
+                if (!late) held = KeyTile::none();
+            }
+        }
         publish(work, held, true);
-        if (first) load_queries(work);
+        if (first) load_queries(work, part);
     }
 
     __device__ __forceinline__ void run() {
-        const i32 total = p.batch * p.heads * p.row_tiles;
+        const i32 total = p.batch * p.heads * p.row_tiles * (cfg::split ? p.splits : 1);
         for (i32 number = blockIdx.x; number < total;) {
-            plan(row_tile(p, number));
-            // The next one is drawn as late as may be, when work on this one begins: blocks that are behind draw less.
+            if constexpr (cfg::split) {
+                const i32 tile = number / p.splits;
+                plan(row_tile(p, tile), {number - tile * p.splits, 1, tile});
+            } else {
+                plan(row_tile(p, number), {});
+            }
+            // The next one is drawn as late as may be, when work on this one begins or comes to an end: blocks that are behind draw less.
             ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);
             number = __shfl_sync(~0u, draw(total), 0);
         }
         ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);
         if (lane == 0) shared.list().count = -1;
         ptx::mbarrier_arrive(shared.barrier(list_full));
-        load_queries({0, -1, 0, 0});
+        load_queries({0, -1, 0, 0}, {});
     }
 };
 

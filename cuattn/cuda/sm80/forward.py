@@ -14,9 +14,10 @@ from cuattn.problem import DTYPES, Problem
 _MAX_LENGTH = 2**30  # rows and keys are counted in 32 bits, with room for the band's arithmetic
 _MAX_HEAD_DIM = 512
 _MERGE_COST = 96  # rows of a warp times (16 + parts) that are merged before a second kernel would have begun
-_STREAMS = 4  # blocks of few rows side by side on a multiprocessor, or teams of one such block
+STREAMS = 4  # blocks of few rows side by side on a multiprocessor, or teams of one such block
 _STREAM_KEYS = 32  # keys per tile of such a block
 _STREAM_STAGES = 3
+_WIDEST_TEAM, _ROOM_OF_WIDE_TEAMS = 128, 200 << 10  # head dimension of a warp's 32 rows, and bytes of shared memory
 _MIN_SPLIT_TILES = 4  # a part of the key axis shorter than this costs more in merging than it gains
 _KB = 1024
 _BLOCK = 64  # blocks of a mask are usually multiples of it
@@ -131,7 +132,18 @@ class Cut:
         # Such a block streams keys and values; a deeper pipeline keeps the memory busy, and small tiles many warps.
         many = self.problem.n_keys >= 2 * _MIN_SPLIT_TILES * tile.block_n
         block_n = min(tile.block_n, _STREAM_KEYS) if many else tile.block_n
-        return Tile(block_m, block_n, block_m // 16, stages=max(tile.stages, _STREAM_STAGES), min_blocks=1)
+        tile = Tile(block_m, block_n, block_m // 16, stages=max(tile.stages, _STREAM_STAGES), min_blocks=1)
+        if block_m == 32 and many and self._takes_wide_teams:
+            return tile._replace(warps=1)
+        return tile
+
+    @property
+    def _takes_wide_teams(self) -> bool:
+        """Whether warps of 32 rows find registers, and as many teams of them as read at the memory's rate find room."""
+        problem = self.problem
+        changed = problem.masks or problem.dropout or is_heavy(problem)
+        small = self.products == "half" and self._widest <= _WIDEST_TEAM and not changed
+        return small and self.device.shared_bytes >= _ROOM_OF_WIDE_TEAMS
 
     def _registers(self, tile: Tile) -> Tile:
         """Give warps 16 rows each where more would not find the registers."""
@@ -149,9 +161,9 @@ class Cut:
         """Return how many warps of a block divide the keys among them: so many that few blocks keep the memory busy."""
         if self.products != "half" or tile.warps > 1 or self.chunks > 1:
             return 1
-        device, teams = self.device, _STREAMS
+        device, teams = self.device, STREAMS
         while teams > 1 and (
-            self.blocks * teams > _STREAMS * device.multiprocessors
+            self.blocks * teams > STREAMS * device.multiprocessors
             or self.key_tiles < 2 * _MIN_SPLIT_TILES * teams
             or self._shared_bytes(tile, teams) > device.shared_bytes - _KB
         ):
@@ -161,7 +173,7 @@ class Cut:
     def _splits(self, tile: Tile) -> tuple[int, int]:
         """Return the parts of the key axis among blocks, and the key tiles of each team."""
         device, key_tiles, teams = self.device, self.key_tiles, self.teams
-        side_by_side = max(tile.min_blocks, min(_STREAMS, (device.shared_bytes + _KB) // (self.shared_bytes + _KB)))
+        side_by_side = max(tile.min_blocks, min(STREAMS, (device.shared_bytes + _KB) // (self.shared_bytes + _KB)))
         slots = device.multiprocessors * side_by_side
         short = key_tiles < 2 * _MIN_SPLIT_TILES * teams
         if self.blocks == 0 or 2 * self.blocks > slots or short or self.chunks > 1:

@@ -2,13 +2,15 @@
 
 import functools
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from cuattn.cuda.arguments import pad, row_bytes, row_strides, steps_of, tile_counts
+from cuattn.cuda.arguments import Array, pad, row_bytes, row_strides, steps_of, tile_counts
 from cuattn.cuda.constants import Constants, function_of, problem_constants
-from cuattn.cuda.device import Device
+from cuattn.cuda.device import COUNTERS, Device
 from cuattn.cuda.sm80 import forward as portable
-from cuattn.cuda.sm90 import tensor_map
+from cuattn.cuda.sm90 import balance, tensor_map
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -32,7 +34,12 @@ _L2_SHARE = 32 << 20  # bytes of k and v that neighbours in time share
 _RIDGE, _PORTABLE_RIDGE = 222, 77
 _GAIN = 1.3  # what the portable kernel must promise before it is taken, unless its tiles are this much smaller:
 _SMALLER = 8
+_TEAMS_SMALLER = 4  # the same beside as many teams, which read keys as fast as memory delivers them
 
+
+_COUNTED = 1 << 15  # key tiles of rows in parts are counted in 16 bits
+_LOWER = 0.75  # of the time that a key tile takes beside 192 rows, it takes beside 128, where rows are long
+_TILE_ROWS, _PACKED = 128, 0.9  # of most tiles; the share of a group's row tiles that must do for heads to be packed
 
 _TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of which there may be one
 
@@ -192,6 +199,12 @@ def scaling(problem: Problem, split_bias: bool = False, score: Node | None = Non
     return {"prescaled": prescaled, "negate": negate, **split}
 
 
+def is_plain(problem: Problem) -> bool:
+    """Whether all rows see all keys, and nothing is done to single elements."""
+    changed = problem.bias is not None or problem.softcap is not None or problem.score is not None
+    return not (problem.masks or problem.band is not None or changed or problem.dropout)
+
+
 class Cut:
     """How a forward is cut.
 
@@ -226,6 +239,7 @@ class Cut:
         if self._shares_bias:
             section = min(math.prod(problem.batch), sharing_cache(problem.n_keys * row_bytes(problem)))
         self.counts = {**tile_counts(problem, tile), "section": min(section, problem.instances)}
+        self.splits = self.split_tiles = 1
 
     def _tile(self) -> Tile:
         problem, described = self.problem, self._is_described
@@ -329,6 +343,15 @@ class Cut:
         return self.counts["row_tiles"] * self.problem.instances
 
     @property
+    def scratch(self) -> tuple[dict[str, Array], int]:
+        """What parts of row tiles leave for the last one, and how many counters tell which that is."""
+        if self.splits == 1:
+            return {}, 0
+        threads = (self._warpgroups, self.splits, 32 * 4)
+        shapes = {"o_part": (*threads, self.head_dim_v // 2), "l_part": (*threads, 4)}
+        return {name: Array(shape, self.problem.stat_dtype) for name, shape in shapes.items()}, self._warpgroups
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory, as kernels/sm90/fwd_layout.cuh lays it out."""
         problem, (block_m, block_n, stages, q_stages, _) = self.problem, self.tile
@@ -346,7 +369,57 @@ class Cut:
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
         mail += 24 * (bool(self.bias_form) or self.split_score is not None)
         mail += 8 * stages * (1 + cdiv(block_n, 32)) * self.split_bias
+        mail += 12 * q_stages * (self.splits > 1)
         return pad(tiles + barriers, 16) + mail
+
+    def divide(self, multiprocessors: int) -> None:
+        """Choose lower tiles, and divide long rows' keys into parts, where so many multiprocessors are done sooner."""
+        if not is_plain(replace(self.problem, band=None)) or self.problem.twin or self._is_window:
+            return
+        if self.problem.n_keys <= _SHORT_KEYS or self.tile == _MIDDLE_TILE:  # which are chosen already
+            return
+        chosen, time = self.tile, math.inf
+        for tile, cost in self._heights():
+            found = balance.divide(self._row_lengths(tile), multiprocessors * tile.min_blocks, self._may_divide(tile))
+            if cost * found.time < balance.GAIN * time:
+                chosen, time, (_, self.splits, self.split_tiles) = tile, cost * found.time, found
+        self.tile, self.counts = chosen, self.counts | tile_counts(self.problem, chosen)
+        if self.splits > 1:
+            self.counts |= {"splits": self.splits, "split_tiles": self.split_tiles}
+
+    @property
+    def _is_window(self) -> bool:
+        """Whether rows may end elsewhere than at their last key or the diagonal, or no plan knows where."""
+        problem, band = self.problem, self.problem.band
+        return band is not None and (band.left is not None or band.right is None or problem.placed)
+
+    def _heights(self) -> Iterator[tuple[Tile, float]]:
+        """Yield tiles of other heights, and what one of their steps costs beside one of the first."""
+        yield self.tile, 1.0
+        lower = self.tile._replace(block_m=128)
+        if self.tile.block_m == 192 and self.problem.n_keys >= _LONG[lower.block_m]:
+            yield lower, _LOWER
+
+    def _may_divide(self, tile: Tile) -> bool:
+        problem, counts = self.problem, tile_counts(self.problem, tile)
+        warpgroups = counts["row_tiles"] * problem.instances * tile.block_m // WARPGROUP_ROWS
+        fits = problem.head_dim_v <= _SPLIT_HEAD_DIM and counts["key_tiles"] < _COUNTED
+        return fits and warpgroups < COUNTERS and tile.min_blocks == 1
+
+    @property
+    def _warpgroups(self) -> int:
+        """Row tiles of warpgroups."""
+        return self.blocks * self.tile.block_m // WARPGROUP_ROWS
+
+    def _row_lengths(self, tile: Tile) -> list[int]:
+        """Return how many key tiles each row tile sees, the longest first."""
+        problem, (block_m, block_n, *_), band = self.problem, tile, self.problem.band
+        rows = range(problem.n_queries, 0, -block_m)  # where they end
+        if band is None or band.right is None:
+            return [cdiv(problem.n_keys, block_n)] * (len(rows) * problem.instances)
+        beyond = band.right + band.offset
+        ends = (min(end + beyond, problem.n_keys) for end in rows)
+        return [max(cdiv(end, block_n), 1) for end in ends for _ in range(problem.instances)]
 
     def slow_reason(self, device: Device) -> str | None:
         """Say why the portable kernel would sooner be done, or return None.
@@ -358,14 +431,37 @@ class Cut:
         """
         problem = self.problem
         ordinary = cdiv(problem.n_queries, min(max(self.tile.block_m, 128), 192)) * problem.instances  # row tiles
-        if 2 * ordinary < device.multiprocessors:
+        if 2 * ordinary * self.splits < device.multiprocessors:
             return "too few query rows fill the GPU, and the portable kernel splits the keys"
         other = portable.Cut(problem, device)
         own = problem.group * pad(problem.n_queries, self.tile.block_m)
         theirs = problem.group // other.pack * pad(problem.n_queries * other.pack, other.tile.block_m)
-        if own >= _SMALLER * theirs or own / _RIDGE > _GAIN * max(theirs / _PORTABLE_RIDGE, 1):
+        smaller = _TEAMS_SMALLER if other.teams == portable.STREAMS else _SMALLER
+        if own >= smaller * theirs or own / _RIDGE > _GAIN * max(theirs / _PORTABLE_RIDGE, 1):
             return "too few query rows fill its tiles, and the portable kernel has smaller ones"
         return None
+
+    @property
+    def _is_long(self) -> bool:
+        return self.problem.n_keys >= _LONG.get(self.tile.block_m, math.inf) and not self.problem.dropout
+
+    @property
+    def _meets_corners(self) -> bool:
+        """Whether keys end with the row alone, and all that a row tile sees but its first key tile is whole."""
+        problem, (block_m, block_n, *_), band = self.problem, self.tile, self.problem.band
+        if band is None or band.left is not None or band.right is None or block_m != block_n or problem.placed:
+            return False
+        return is_plain(replace(problem, band=None)) and (band.right + band.offset) % block_n == 0
+
+    @property
+    def notes(self) -> list[str]:
+        """What is worth knowing of the plan."""
+        if self.splits == 1:
+            return []
+        most = self.split_tiles * self.tile.block_n
+        return [
+            f"keys of a row in parts of at most {most}, {self.splits} at most, merged by the last block to finish one"
+        ]
 
     @property
     def path(self) -> str:
@@ -385,12 +481,47 @@ class Cut:
             **{f"bias_{form}": self.bias_form == form for form in ("tiles", "keys", "rows")},
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
-            "overlap": problem.n_keys >= _LONG.get(tile.block_m, math.inf) and not problem.dropout,
+            "overlap": self._is_long,
+            "diagonal": self._is_long and self._meets_corners,
+            "split": self.splits > 1,
         }
+
+
+class Rows(NamedTuple):
+    """An array's look with some of its axes joined."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    data: Any
+    device: Any
+
+
+def pack(problem: Problem, operands: Mapping[str, Any]) -> tuple[Problem, Mapping[str, Any]]:
+    """Return a call whose rows are those of all heads that share keys, where these lie one after another and are few.
+
+    Results lie in memory as the call's own do.
+    """
+    q, group, n_queries = operands["q"], problem.group, problem.n_queries
+    *leading, head, row, column = q.strides
+    gains = pad(group * n_queries, _TILE_ROWS) < _PACKED * group * pad(n_queries, _TILE_ROWS)
+    if n_queries == 1:
+        row = head
+    if not gains or not is_plain(problem) or row <= 0 or head != n_queries * row:
+        return problem, operands
+    shape = (*problem.batch, problem.kv_heads, group * n_queries, problem.head_dim)
+    joined = Rows(shape, (*leading, group * n_queries * row, row, column), q.dtype, q.data, q.device)
+    return replace(problem, heads=problem.kv_heads, n_queries=group * n_queries), {**operands, "q": joined}
 
 
 class Forward(MappedCall):
     """One launch of persistent blocks."""
+
+    def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
+        self.group = problem.group
+        if problem.operation == "forward":
+            problem, operands = pack(problem, operands)
+        super().__init__(problem, operands, masks)
 
     cut_class = Cut
     problem_reason = staticmethod(unsupported_reason)
@@ -404,14 +535,20 @@ class Forward(MappedCall):
 
     @functools.cached_property
     def _cut(self) -> Cut:
-        return self.cut_class(self.problem, self.operands.get("bias"))
+        cut = self.cut_class(self.problem, self.operands.get("bias"))
+        cut.divide(self.device.multiprocessors)
+        return cut
 
     def prepare(self) -> Plan:
         cut = self._cut
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
-        self.begin({}, counters=1)
-        warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
-        launched = cut.path, "attention_forward", constants, cut.blocks, warps, cut.counts, (*tile, WARPGROUP_ROWS)
+        scratch, counters = cut.scratch
+        self.begin(scratch, 1 + counters)
+        warps, work = 4 * (tile[0] // WARPGROUP_ROWS + 1), cut.blocks * cut.splits
+        launched = cut.path, "attention_forward", constants, work, warps, cut.counts, (*tile, WARPGROUP_ROWS)
         beside = {"bias": "bias"} if cut.bias_form == "tiles" else {}
         self.add_mapped(*launched, size, ("o",), beside, cut.tile.min_blocks)
-        return self.planned(cut.path, tile, warps, size, constants)
+        notes = cut.notes
+        if self.problem.group < self.group:
+            notes = [*notes, f"{self.group} query heads share a tile and its keys"]
+        return self.planned(cut.path, tile, warps, size, constants, *notes)

@@ -54,6 +54,9 @@ class Cut(forward.Cut):
         # Tangents of k and v share the L2 cache with them.
         self.counts["section"] = min(max(self.counts["section"] // 2, problem.group), problem.instances)
 
+    def divide(self, multiprocessors: int) -> None:
+        """Leave rows whole."""
+
     def _tile(self) -> forward.Tile:
         row = next(row for row in _TILES if max(self.head_dim, self.head_dim_v) <= row.head_dim)
         if self.problem.bias is None and self.problem.score is None:
@@ -86,7 +89,7 @@ class Cut(forward.Cut):
     @property
     def constants(self) -> Constants:
         """The prologue of the kernel."""
-        return {**super().constants, "overlap": True}
+        return {**super().constants, "overlap": True, "diagonal": False, "split": False}
 
 
 class Jvp(forward.Forward, TangentCall):

@@ -150,7 +150,7 @@ class MappedCall(Call):
         if reach is None:
             return problem, masks
         unmasked = reach == (None, None) and not problem.dropout
-        return replace(problem, masks=(), band=None if unmasked else Band(*reach, 0)), ()
+        return replace(problem, masks=(), band=None if unmasked else Band(*reach, 0), twin=True), ()
 
     def layout_reason(self, more: Iterable[str] = ()) -> str | None:
         """Say why what is read, and `more`, cannot be described, or return None."""

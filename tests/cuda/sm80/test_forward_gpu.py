@@ -8,7 +8,7 @@ import pytest
 import cuattn
 from cuattn.masks import ColumnMask
 from tests import oracle
-from tests.cuda.cases import BF16, CASES, Case, same_bits, to_device
+from tests.cuda.cases import BF16, CASES, F16, Case, same_bits, sized, to_device
 from tests.cuda.gpu import hostile, made, named
 from tests.cuda.test_graph_gpu import CuPy
 from tests.tolerances import assert_close
@@ -16,7 +16,25 @@ from tests.tolerances import assert_close
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Teams of warps that own 32 rows each, where there is room for four.
+TEAMS = [
+    sized("teams", 8, 2000, 128, heads=8, kv_heads=2),
+    sized("teams causal", 8, 2000, 128, heads=8, kv_heads=2, options={"is_causal": "bottom_right"}),
+    sized("teams float16", 31, 4100, 72, dtype=F16),
+    sized(
+        "teams of many keys",
+        5,
+        9001,
+        64,
+        batch=(1,),
+        heads=6,
+        kv_heads=1,
+        options={"window": (5000, 0, "bottom_right")},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *TEAMS], ids=lambda case: case.name)
 def test_oracle(case):
     problem = made(case)
     problem.check(problem.forward())

@@ -7,7 +7,7 @@ from cuattn.cuda import families
 from cuattn.cuda.sm80.forward import Forward as PortableForward
 from cuattn.cuda.sm90.forward import Forward
 from cuattn.errors import UnsupportedError
-from cuattn.problem import Origin, place_of
+from cuattn.problem import Band, Origin, place_of
 from tests.cuda.cases import BF16
 from tests.cuda.recording import H200, TICKET, array, operands, sequence_of
 from tests.cuda.recording import driver as driver
@@ -50,6 +50,51 @@ def test_multiprocessors_are_left_to_others(operation, driver):
     (persistent,) = (kernel for kernel in made._kernels if kernel._found[1] in ("sm90/fwd.cu", "sm90/bwd.cu"))
     assert persistent._shape[0] == 120
     assert H200.without(200).multiprocessors == 1
+
+
+def test_parts_of_keys(driver):
+    p = problem(64, batch=(1,), heads=2, kv_heads=2, n_queries=16384, n_keys=16384)
+    found = launched(driver, p, operands(p))
+    made = found.argument
+    assert (made["splits"], made["split_tiles"], found.constants["split"]) == (3, 43, True)
+    assert made["l_part"] - made["o_part"] == 3 * 172 * 192 * 64 * 4 and found.grid == (132,)
+    assert "parts" in Forward(p, operands(p), ()).prepare().notes[0]
+    launched(driver, p, operands(p), capturing=True)
+    assert driver.done[0].size == 4 * (1 + 3 * 172)
+
+
+@pytest.mark.parametrize("n_queries", [1, 16, 520])
+def test_heads_that_share_keys_are_packed(driver, n_queries):
+    p = problem(kv_heads=4, n_queries=n_queries, n_keys=8192, kernel="sm90")
+    rows = 4 * n_queries
+    found = launched(driver, p, operands(p))
+    q, _, _, o = found.maps
+    assert q.shape == o.shape == (2, 4, rows, 128) and q.strides == o.strides == (16 * n_queries * 256, rows * 256, 256)
+    made = found.argument
+    assert (made["heads"], made["group"], made["n_queries"], made["o.head"], made["l.head"]) == (
+        4,
+        1,
+        rows,
+        rows * 128,
+        rows,
+    )
+    assert any("4 query heads share" in note for note in Forward(p, operands(p), ()).prepare().notes)
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "options", "changes", "heads"),
+    [
+        (1, {"swap": True}, {}, 4),
+        (16, {"swap": True}, {}, 16),  # heads lie inside of rows
+        (1, {"broadcast": (1,)}, {}, 16),
+        (1024, {}, {}, 16),  # nothing is gained
+        (16, {}, {"band": Band(None, 0, 8176)}, 16),
+        (16, {}, {"kv_heads": 16}, 16),
+    ],
+)
+def test_where_heads_are_packed(driver, n_queries, options, changes, heads):
+    p = problem(**{"kv_heads": 4, "n_queries": n_queries, "n_keys": 8192, "kernel": "sm90", **changes})
+    assert launched(driver, p, operands(p, **options)).argument["heads"] == heads
 
 
 def test_views(driver):
@@ -128,7 +173,7 @@ def test_a_mask_that_is_a_band_is_taken_as_one(driver):
     p = problem(masks=("column",))
     taken = operands(p)
     call, *_ = families._choose(p, taken, (mask,))
-    assert (type(call), call.problem, call._given_masks) == (Forward, problem(band=CAUSAL), ())
+    assert (type(call), call.problem, call._given_masks) == (Forward, problem(band=CAUSAL, twin=True), ())
     assert any("the mask is a band" in note for note in families.plan(p, taken, (mask,)).notes)
     documents = (masks.causal_document([96, 4000]),)
     assert families._choose(p, taken, documents)[0].problem is p

@@ -37,6 +37,15 @@ def patches_of(case: Case, rng: np.random.Generator) -> ColumnMask:
     return ColumnMask(np.zeros_like(first), first, end, np.full_like(first, n), n_queries=n)
 
 
+# Few row tiles of many keys: these are divided into parts.
+PARTS = [
+    sized("hopper parts", 700, 4200, 128, batch=(1,)),
+    sized("hopper parts d64", 200, 2900),
+    sized("hopper parts float16", 100, 1700, 96, dtype=F16, options={"scale": -0.2}),
+    sized("hopper parts causal", 1500, 1500, 128, batch=(1,), options={"is_causal": True}),
+    sized("hopper parts causal d64", 1500, 1500, batch=(1,), options={"is_causal": True}),
+    sized("hopper parts causal cut", 1300, 1777, batch=(1,), options={"is_causal": "bottom_right"}),
+]
 OWN = [
     sized("hopper long", 700, 4200, 128, batch=(1,)),
     sized("hopper long causal", 2300, 2300, batch=(1,), options={"is_causal": True}),
@@ -46,6 +55,13 @@ OWN = [
     sized("hopper many tiles d64", 400, 130, batch=(3,), heads=60, kv_heads=20),
     sized("hopper many tiles d256", 260, 90, 256, batch=(3,), heads=60, kv_heads=20),
     Case("hopper 192 128", head_dim=192, head_dim_v=128),
+    *PARTS,
+    sized("hopper corners", 1200, 1328, 128, batch=(3,), heads=40, kv_heads=8, options={"is_causal": "bottom_right"}),
+    sized("hopper corners above", 1400, 1144, 128, options={"is_causal": "bottom_right"}),
+    sized("hopper corners below", 1300, 1056, 128, heads=4, options={"is_causal": "top_left"}),
+    sized("hopper packed", 24, 2500, 128, heads=8, kv_heads=2),
+    sized("hopper packed d64", 40, 700, heads=12, kv_heads=2, dtype=F16),
+    sized("hopper packed one query", 1, 3000, heads=8, kv_heads=2),
     Case("hopper float16 softcap", dtype=F16, head_dim=128, options={"softcap": 3.0, "is_causal": "top_left"}),
     sized("hopper columns", 700, 900, 128, heads=40, kv_heads=40, mask=columns_of),
     sized("hopper columns d256", 300, 400, 256, mask=columns_of),
@@ -192,6 +208,24 @@ def test_nothing_is_seen_through_a_bias():
 def test_same_bits_twice(name):
     problem = named(name, OWN)
     same_bits(problem.forward("sm90"), problem.forward("sm90"))
+
+
+@pytest.mark.parametrize("case", PARTS, ids=lambda case: case.name)
+def test_parts_of_keys(case):
+    """Also of large scores, whose rows look at a few keys, and the same bits each time."""
+    problem = made(case)
+    plan = cuattn.plan(*problem.arrays()[1:], kernel="sm90", **problem.options)
+    assert any("keys of a row in parts" in note for note in plan.notes)
+    problem.options["scale"] = 40 * problem.options.get("scale", case.head_dim**-0.5)
+    actual = problem.forward("sm90")
+    problem.check(actual)
+    same_bits(actual, problem.forward("sm90"))
+
+
+@pytest.mark.parametrize("n_keys", [1150, 4000])
+def test_parts_hold_nan_that_no_query_sees(n_keys):
+    case = sized("hopper parts unseen", 1100, n_keys, 128, batch=(1,), options={"is_causal": "top_left"})
+    made(case).check_unseen_keys("sm90")
 
 
 def test_float32_output_is_the_rounded_one():

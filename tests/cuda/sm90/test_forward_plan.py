@@ -70,6 +70,8 @@ def test_few_rows_leave_the_device_idle():
         ({"heads": 32, "kv_heads": 8, "n_queries": 32, "n_keys": 8192}, True),  # 128 rows share their keys
         ({"heads": 32, "kv_heads": 8, "n_queries": 64, "n_keys": 8192}, False),
         ({"heads": 32, "kv_heads": 8, "n_queries": 4, "n_keys": 256}, True),
+        ({"heads": 8, "n_queries": 32, "n_keys": 8192}, True),  # teams of the portable kernel, 32 rows a warp
+        ({"heads": 8, "n_queries": 33, "n_keys": 8192}, False),
         ({"n_queries": 16}, True),
         ({"n_queries": 32}, False),
         ({"n_queries": 64}, False),
@@ -86,6 +88,84 @@ def test_few_rows_per_key(changes, few):
 def test_counts_cover_ragged_ends():
     tiles = Cut(problem(n_queries=129, n_keys=257)).counts
     assert (tiles["row_tiles"], tiles["key_tiles"]) == (2, 3)
+
+
+def divided(p: Problem, multiprocessors: int = H200.multiprocessors) -> Cut:
+    """Return how a problem is cut on so many multiprocessors."""
+    cut = Cut(p)
+    cut.divide(multiprocessors)
+    return cut
+
+
+FEW = {"batch": (1,), "heads": 2, "kv_heads": 2, "n_queries": 16384, "n_keys": 16384}
+
+
+@pytest.mark.parametrize("n_keys", [512, 5000, 16384, 65536])
+@pytest.mark.parametrize("n_queries", [512, 4096, 16384])
+def test_parts_of_keys_fill_the_device(n_keys, n_queries):
+    """Some where most would idle, and none that nobody has."""
+    cut = divided(problem(64, **FEW | {"n_queries": n_queries, "n_keys": n_keys}))
+    tiles = cut.counts["key_tiles"]
+    assert cut.splits == 1 or -(-tiles // cut.split_tiles) == cut.splits
+    assert cut.splits > 1 or 2 * cut.blocks > 132 or tiles < 8
+    arrays, counters = cut.scratch
+    assert counters == (cut.splits > 1) * cut.blocks * cut.tile.block_m // 64
+    assert sum(x.nbytes for x in arrays.values()) == counters * cut.splits * 64 * 4 * (64 + 8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"masks": ("column",)},
+        {"dropout": 6554},
+        {"softcap": 3.0},
+        {"bias": BF16},
+        {"head_dim": 256, "head_dim_v": 256},
+        {"band": Band(10, 0, 0)},
+        {"band": CAUSAL, "placed": True},
+        {"twin": True},
+        {"batch": (16,)},
+        {"n_keys": 512, "n_queries": 512, "heads": 1, "kv_heads": 1},
+    ],
+)
+def test_rows_that_stay_whole(changes):
+    few = FEW | {"n_queries": 2048}
+    assert divided(problem(**few)).splits > 1
+    assert divided(problem(**few | changes)).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        ({}, True),
+        ({"n_queries": 4000, "n_keys": 4129, "band": Band(None, 0, 128)}, True),
+        ({"head_dim": 192, "head_dim_v": 128}, True),
+        ({"band": Band(None, 0, 129)}, False),
+        ({"band": Band(10, 0, 0)}, False),
+        ({"placed": True}, False),
+        ({"n_keys": 512}, False),
+        ({"head_dim": 64, "head_dim_v": 64}, False),
+        ({"head_dim": 256, "head_dim_v": 256}, False),
+        ({"softcap": 3.0}, False),
+        ({"dropout": 6554}, False),
+        ({"masks": ("column",)}, False),
+    ],
+)
+def test_where_causal_key_tiles_are_counted(changes, counted):
+    assert Cut(problem(**{"band": CAUSAL, **changes})).constants["diagonal"] is counted
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"batch": (1,), "n_queries": 2048, "n_keys": 2048}, 128),  # 256 tiles in two rounds, where 176 take two, too
+        ({"batch": (1,), "n_queries": 2048, "n_keys": 2048, "twin": True}, 192),
+        ({"batch": (8,)}, 192),
+        ({"batch": (1,), "heads": 2, "kv_heads": 2, "n_queries": 16384, "n_keys": 16384}, 192),
+    ],
+)
+def test_heights_of_tiles(changes, rows):
+    assert divided(problem(64, **changes)).tile.block_m == rows
 
 
 def test_causal_heads_share_the_cache():
@@ -185,6 +265,7 @@ def test_the_driver_is_told_plausible_strides(monkeypatch):
 
 VARIANTS = [
     problem(64, band=CAUSAL),
+    problem(128, band=CAUSAL),
     problem(64, dropout=6554, dtype=F16, out_dtype=F16),
     problem(64, masks=("column",)),
     problem(64, masks=("block",), band=Band(10, 0, 0)),
@@ -245,13 +326,14 @@ def cuts() -> list[Cut]:
         Cut(problem(256, bias=FLOAT32, masks=("column",), dropout=6554), rows),
         Cut(problem(128, bias=FLOAT32, band=CAUSAL), keys),
     ]
-    return [*map(Cut, VARIANTS), *broadcast, *map(Cut, SHORT)]
+    parts = [problem(d, **FEW | {"band": band}) for d in (64, 128) for band in (None, CAUSAL)]
+    return [*map(Cut, VARIANTS), *broadcast, *map(Cut, SHORT), *(divided(p, 1000) for p in parts)]
 
 
 def name_of(cut: Cut) -> str:
     p = cut.problem
     short = f" n {p.n_queries}" if p.n_keys <= 512 else ""
-    return f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap} {cut.bias_form}{short}"
+    return f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap} {cut.bias_form} {cut.splits}{short}"
 
 
 @pytest.mark.parametrize("cut", cuts(), ids=name_of)

@@ -1,0 +1,88 @@
+"""When a forward's row tiles are done, and into how many parts their keys are divided to be done sooner."""
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cuattn.io_model.sizes import cdiv
+
+# In steps of a key tile: a row's end; what it takes to leave a part, and to add up each (measured at d 64).
+_END, _MERGE, _MERGE_OF_PART = 1.0, 3.0, 0.2
+_LEAST_PART = 4  # key tiles
+_MOST_PARTS = 16  # of a row
+_SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the longest row, as parts of rows of unequal length may have
+_MOST_SIMULATED = 600  # row tiles of unequal length; of more, longest first, all multiprocessors are done at once
+GAIN = 0.95  # by how much what is unusual must be done sooner
+
+
+class Division(NamedTuple):
+    """How rows' keys are divided.
+
+    Attributes
+    ----------
+    time : float
+        When all rows are done, in steps of a key tile.
+    parts, tiles : int
+        Of the longest row, and key tiles of a part at most.
+    """
+
+    time: float
+    parts: int
+    tiles: int
+
+
+def makespan(lengths: Sequence[int], most: int, slots: int) -> float:
+    """Return when all row tiles are done, in steps of a key tile, if their parts have at most so many key tiles.
+
+    Parameters
+    ----------
+    lengths : sequence of int
+        Key tiles of each row tile, the longest first.
+    most : int
+        Key tiles of a part.
+    slots : int
+        Blocks that work side by side; each takes the next part when it is done with one.
+
+    Examples
+    --------
+    >>> makespan([8, 8, 8], 8, 2) - makespan([8, 8, 8], 8, 3)
+    9.0
+    """
+    parts = [cdiv(length, most) for length in lengths]
+    costs = [
+        length / n + _END + (n > 1) * (_MERGE + _MERGE_OF_PART * n) for length, n in zip(lengths, parts, strict=True)
+    ]
+    if lengths[0] == lengths[-1]:
+        return cdiv(len(lengths) * parts[0], slots) * costs[0]
+    if len(lengths) > _MOST_SIMULATED:
+        return sum(cost * n for cost, n in zip(costs, parts, strict=True)) / slots
+    done = [0.0] * slots
+    for cost, n in zip(costs, parts, strict=True):
+        for _ in range(n):
+            heapq.heapreplace(done, done[0] + cost)
+    return max(done)
+
+
+def divide(lengths: Sequence[int], slots: int, divisible: bool) -> Division:
+    """Return the division by which row tiles of these lengths are done soonest; see :func:`makespan`.
+
+    Examples
+    --------
+    >>> divide([64] * 22, 132, True)[1:]
+    (6, 11)
+    """
+    best = Division(makespan(lengths, lengths[0], slots), 1, lengths[0])
+    for tiles in _shorter(lengths) if divisible else ():
+        time = makespan(lengths, tiles, slots)
+        if time < (GAIN if best.parts == 1 else 1) * best.time:
+            best = Division(time, cdiv(lengths[0], tiles), tiles)
+    return best
+
+
+def _shorter(lengths: Sequence[int]) -> list[int]:
+    """Return how many key tiles parts may have, the longest first."""
+    longest = lengths[0]
+    if longest == lengths[-1]:
+        return [cdiv(longest, parts) for parts in range(2, min(longest // _LEAST_PART, _MOST_PARTS) + 1)]
+    found = [int(longest * share) for share in _SHARES] if len(lengths) <= _MOST_SIMULATED else []
+    return [tiles for tiles in found if tiles >= _LEAST_PART]
