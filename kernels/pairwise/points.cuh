@@ -109,19 +109,28 @@ struct KeyRow {
 };
 
 // The products of rows with 16 keys: total(t, n, e) of row 16 t + lane / 4 (+ 8 from e = 2 on) and key 8 n + 2 (lane % 4) + e % 2.
+// Tensor cores cut their sums off where others round: more than 64 coordinates are sums of 64 each, added up outside.
 template <int tiles>
 struct Scores {
+    static constexpr int kMost = 4;  // steps of a sum
     split::Sums<kProducts, tiles> eights[2];
+    float before[2][tiles][4] = {};
 
     // shared: where the 16 keys lie.
     __device__ __forceinline__ void add(const Points<tiles>& rows, const KeyRow& from, u32 shared) {
         unroll<kSteps, 2>([&](int step, int n) {
             u32 b[4];
             ptx::ldmatrix_x4(b, shared + 8 * n * kRowBytes + from.row.offset(step));
+            if (step > 0 && step % kMost == 0) {
+                unroll<tiles, 4>([&](int t, int e) { before[n][t][e] += eights[n].total(t, e); });
+                eights[n] = {};
+            }
             unroll<tiles>([&](int t) { eights[n].add(t, rows.hi[t][step], rows.lo[t][step], b); });
         });
     }
-    __device__ __forceinline__ float total(int t, int n, int e) const { return eights[n].total(t, e); }
+    __device__ __forceinline__ float total(int t, int n, int e) const {
+        return kSteps > kMost ? before[n][t][e] + eights[n].total(t, e) : eights[n].total(t, e);
+    }
 };
 
 // The sum over the four lanes that share rows.

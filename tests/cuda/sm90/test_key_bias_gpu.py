@@ -59,7 +59,7 @@ def test_padding(case, lowest, where, rest):
     problem.check(problem.backward("sm90"), peaked="dropout" in case.name)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"is_causal": "bottom_right"}], ids=str)
 @pytest.mark.parametrize("n_keys", [300, 1500])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_what_hidden_keys_hold(head_dim, n_keys, options):
