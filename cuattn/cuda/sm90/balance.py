@@ -1,7 +1,7 @@
 """When a forward's row tiles are done, and into how many parts their keys are divided to be done sooner."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cuattn.io_model.sizes import cdiv
@@ -31,7 +31,20 @@ class Division(NamedTuple):
     tiles: int
 
 
-def makespan(lengths: Sequence[int], most: int, slots: int) -> float:
+def makespan(lengths: Iterable[float], copies: Iterable[int], workers: int) -> float:
+    """Return how long workers take for so many items of each length, each taking the next when it is done with one.
+
+    >>> makespan([3, 2, 1], [2, 2, 2], 2), makespan([3, 2, 1], [1, 1, 1], 3)
+    (6, 3)
+    """
+    done: list[float] = [0] * workers
+    for length, n in zip(lengths, copies, strict=True):
+        for _ in range(n):
+            heapq.heapreplace(done, done[0] + length)
+    return max(done)
+
+
+def time_of_parts(lengths: Sequence[int], most: int, slots: int) -> float:
     """Return when all row tiles are done, in steps of a key tile, if their parts have at most so many key tiles.
 
     Parameters
@@ -45,7 +58,7 @@ def makespan(lengths: Sequence[int], most: int, slots: int) -> float:
 
     Examples
     --------
-    >>> makespan([8, 8, 8], 8, 2) - makespan([8, 8, 8], 8, 3)
+    >>> time_of_parts([8, 8, 8], 8, 2) - time_of_parts([8, 8, 8], 8, 3)
     9.0
     """
     parts = [cdiv(length, most) for length in lengths]
@@ -56,24 +69,20 @@ def makespan(lengths: Sequence[int], most: int, slots: int) -> float:
         return cdiv(len(lengths) * parts[0], slots) * costs[0]
     if len(lengths) > _MOST_SIMULATED:
         return sum(cost * n for cost, n in zip(costs, parts, strict=True)) / slots
-    done = [0.0] * slots
-    for cost, n in zip(costs, parts, strict=True):
-        for _ in range(n):
-            heapq.heapreplace(done, done[0] + cost)
-    return max(done)
+    return makespan(costs, parts, slots)
 
 
 def divide(lengths: Sequence[int], slots: int, divisible: bool) -> Division:
-    """Return the division by which row tiles of these lengths are done soonest; see :func:`makespan`.
+    """Return the division by which row tiles of these lengths are done soonest; see :func:`time_of_parts`.
 
     Examples
     --------
     >>> divide([64] * 22, 132, True)[1:]
     (6, 11)
     """
-    best = Division(makespan(lengths, lengths[0], slots), 1, lengths[0])
+    best = Division(time_of_parts(lengths, lengths[0], slots), 1, lengths[0])
     for tiles in _shorter(lengths) if divisible else ():
-        time = makespan(lengths, tiles, slots)
+        time = time_of_parts(lengths, tiles, slots)
         if time < (GAIN if best.parts == 1 else 1) * best.time:
             best = Division(time, cdiv(lengths[0], tiles), tiles)
     return best

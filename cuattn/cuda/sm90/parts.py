@@ -6,12 +6,12 @@ query heads are dealt out to several blocks, or, where that is not enough, slice
 dV cost memory traffic, and each the time in which a block begins.
 """
 
-import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cuattn.cuda.arguments import band_fields
+from cuattn.cuda.sm90.balance import makespan
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import Band, Problem
 
@@ -22,19 +22,6 @@ _SLICES, _WORTH = 8, 0.97  # of a head's rows, at most; share of the time that p
 # If key tiles differ, blocks drift apart by this share of the longest item's time.  What they share leaves the L2 cache
 # if they walk more bytes than these side by side, which costs this share of the time whenever those double.
 _SPREAD, _NEAR, _FAR = 0.1, 128 << 20, 0.04
-
-
-def makespan(lengths: Sequence[float], copies: int, workers: int) -> float:
-    """Return how long workers take for so many items of each length, each taking the next when it is done with one.
-
-    >>> makespan([3, 2, 1], 2, 2), makespan([3, 2, 1], 1, 3)
-    (6, 3)
-    """
-    done: list[float] = [0] * workers
-    for length in lengths:
-        for _ in range(copies):
-            heapq.heapreplace(done, done[0] + length)
-    return max(done)
 
 
 def visible_rows(problem: Problem, block_n: int) -> list[int]:
@@ -86,7 +73,7 @@ def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, moved
     def time(parts: int) -> float:
         beside = _ITEM_ROWS + _PART_ROWS * (parts > 1)
         lengths = [cdiv(n * group, parts) + beside for n in rows]
-        spent = makespan(lengths, heads * parts, multiprocessors) + _PASS_ROWS * (parts > 1)
+        spent = makespan(lengths, [heads * parts] * len(lengths), multiprocessors) + _PASS_ROWS * (parts > 1)
         if rows[0] == rows[-1]:
             return spent
         far = math.log2(max(walked * group / parts / _NEAR, 1))

@@ -6,9 +6,10 @@ import pytest
 from cuattn.cuda import source
 from cuattn.cuda.families import launch_sequence
 from cuattn.cuda.sm90.backward import Cut, unsupported_reason
+from cuattn.cuda.sm90.balance import makespan
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
 from cuattn.cuda.sm90.pairs import TILE, ring
-from cuattn.cuda.sm90.parts import makespan, visible_rows
+from cuattn.cuda.sm90.parts import visible_rows
 from cuattn.problem import Band
 from tests.cuda import scores
 from tests.cuda.cases import BF16, F16, Case, columns_of
@@ -122,7 +123,7 @@ def test_key_tiles_are_as_long_as_the_band_makes_them():
     assert visible_rows(problem(n_queries=100, n_keys=300), 128) == [100, 100, 100]
     assert visible_rows(problem(n_queries=300, n_keys=300, band=CAUSAL), 128) == [300, 172, 44]
     assert visible_rows(problem(n_queries=300, n_keys=300, band=WINDOW), 128) == [138, 143, 49]
-    assert makespan([4, 3], 2, 3) == 6 and makespan([4, 2], 2, 4) == 4
+    assert makespan([4, 3], [2, 2], 3) == 6 and makespan([4, 2], [2, 2], 4) == 4
 
 
 def test_long_key_tiles_of_the_last_heads_begin_early():
