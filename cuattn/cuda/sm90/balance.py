@@ -34,6 +34,9 @@ class Division(NamedTuple):
 def makespan(lengths: Iterable[float], copies: Iterable[int], workers: int) -> float:
     """Return how long workers take for so many items of each length, each taking the next when it is done with one.
 
+    Examples
+    --------
+
     >>> makespan([3, 2, 1], [2, 2, 2], 2), makespan([3, 2, 1], [1, 1, 1], 3)
     (6, 3)
     """
@@ -44,13 +47,14 @@ def makespan(lengths: Iterable[float], copies: Iterable[int], workers: int) -> f
     return max(done)
 
 
-def time_of_parts(lengths: Sequence[int], most: int, slots: int) -> float:
+def time_of_parts(lengths: Sequence[int], heads: int, most: int, slots: int) -> float:
     """Return when all row tiles are done, in steps of a key tile, if their parts have at most so many key tiles.
 
     Parameters
     ----------
     lengths : sequence of int
-        Key tiles of each row tile, the longest first.
+        Key tiles of each row tile of a head, the longest first.
+    heads : int
     most : int
         Key tiles of a part.
     slots : int
@@ -58,7 +62,7 @@ def time_of_parts(lengths: Sequence[int], most: int, slots: int) -> float:
 
     Examples
     --------
-    >>> time_of_parts([8, 8, 8], 8, 2) - time_of_parts([8, 8, 8], 8, 3)
+    >>> time_of_parts([8], 3, 8, 2) - time_of_parts([8], 3, 8, 3)
     9.0
     """
     parts = [cdiv(length, most) for length in lengths]
@@ -66,32 +70,32 @@ def time_of_parts(lengths: Sequence[int], most: int, slots: int) -> float:
         length / n + _END + (n > 1) * (_MERGE + _MERGE_OF_PART * n) for length, n in zip(lengths, parts, strict=True)
     ]
     if lengths[0] == lengths[-1]:
-        return cdiv(len(lengths) * parts[0], slots) * costs[0]
-    if len(lengths) > _MOST_SIMULATED:
-        return sum(cost * n for cost, n in zip(costs, parts, strict=True)) / slots
-    return makespan(costs, parts, slots)
+        return cdiv(len(lengths) * heads * parts[0], slots) * costs[0]
+    if len(lengths) * heads > _MOST_SIMULATED:
+        return heads * sum(cost * n for cost, n in zip(costs, parts, strict=True)) / slots
+    return makespan(costs, [n * heads for n in parts], slots)
 
 
-def divide(lengths: Sequence[int], slots: int, divisible: bool) -> Division:
+def divide(lengths: Sequence[int], heads: int, slots: int, divisible: bool) -> Division:
     """Return the division by which row tiles of these lengths are done soonest; see :func:`time_of_parts`.
 
     Examples
     --------
-    >>> divide([64] * 22, 132, True)[1:]
+    >>> divide([64] * 22, 1, 132, True)[1:]
     (6, 11)
     """
-    best = Division(time_of_parts(lengths, lengths[0], slots), 1, lengths[0])
-    for tiles in _shorter(lengths) if divisible else ():
-        time = time_of_parts(lengths, tiles, slots)
+    best = Division(time_of_parts(lengths, heads, lengths[0], slots), 1, lengths[0])
+    for tiles in _shorter(lengths, heads) if divisible else ():
+        time = time_of_parts(lengths, heads, tiles, slots)
         if time < (GAIN if best.parts == 1 else 1) * best.time:
             best = Division(time, cdiv(lengths[0], tiles), tiles)
     return best
 
 
-def _shorter(lengths: Sequence[int]) -> list[int]:
+def _shorter(lengths: Sequence[int], heads: int) -> list[int]:
     """Return how many key tiles parts may have, the longest first."""
     longest = lengths[0]
     if longest == lengths[-1]:
         return [cdiv(longest, parts) for parts in range(2, min(longest // _LEAST_PART, _MOST_PARTS) + 1)]
-    found = [int(longest * share) for share in _SHARES] if len(lengths) <= _MOST_SIMULATED else []
+    found = [int(longest * share) for share in _SHARES] if len(lengths) * heads <= _MOST_SIMULATED else []
     return [tiles for tiles in found if tiles >= _LEAST_PART]

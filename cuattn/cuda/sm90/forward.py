@@ -380,7 +380,8 @@ class Cut:
             return
         chosen, time = self.tile, math.inf
         for tile, cost in self._heights():
-            found = balance.divide(self._row_lengths(tile), multiprocessors * tile.min_blocks, self._may_divide(tile))
+            lengths, slots = self._row_lengths(tile), multiprocessors * tile.min_blocks
+            found = balance.divide(lengths, self.problem.instances, slots, self._may_divide(tile))
             if cost * found.time < balance.GAIN * time:
                 chosen, time, (_, self.splits, self.split_tiles) = tile, cost * found.time, found
         self.tile, self.counts = chosen, self.counts | tile_counts(self.problem, chosen)
@@ -412,14 +413,13 @@ class Cut:
         return self.blocks * self.tile.block_m // WARPGROUP_ROWS
 
     def _row_lengths(self, tile: Tile) -> list[int]:
-        """Return how many key tiles each row tile sees, the longest first."""
+        """Return how many key tiles each row tile of a head sees, the longest first."""
         problem, (block_m, block_n, *_), band = self.problem, tile, self.problem.band
         rows = range(problem.n_queries, 0, -block_m)  # where they end
         if band is None or band.right is None:
-            return [cdiv(problem.n_keys, block_n)] * (len(rows) * problem.instances)
+            return [cdiv(problem.n_keys, block_n)] * len(rows)
         beyond = band.right + band.offset
-        ends = (min(end + beyond, problem.n_keys) for end in rows)
-        return [max(cdiv(end, block_n), 1) for end in ends for _ in range(problem.instances)]
+        return [max(cdiv(min(end + beyond, problem.n_keys), block_n), 1) for end in rows]
 
     def slow_reason(self, device: Device) -> str | None:
         """Say why the portable kernel would sooner be done, or return None.
