@@ -90,6 +90,8 @@ class BackwardWalk(Walk):
         if self.task.along:
             self._load_tangents(rows, weights)
             sizes += [np.abs(self._tdelta).max(), np.abs(self._mean).max()]
+        if "tbias" in self.task.operands:
+            sizes.append(np.abs(self.item.group.of_queries(self.task.operands["tbias"], self.item.rows)).max())
         lengths = {name: longest_of(upright) for name, upright in self._upright.items()}
         self._bounded = self.bounded(lengths["q"])
         norms = {name: self.task.max_norm(name, self.item.group) for name in ("k", "v", "tk", "tv")}
