@@ -154,7 +154,7 @@ def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
 
 def visible_bits(hidden: Sequence[ndarray], shape: tuple[int, int], dtype: np.dtype) -> ndarray:
     """Return as bits, see :func:`hide`, what no array of some hides; bool, they broadcast to a shape (keys, rows)."""
-    bits = np.broadcast_to(reduce(or_, hidden), shape).view(np.int8)
+    bits = np.broadcast_to(reduce(or_, hidden or [np.False_]), shape).view(np.int8)
     if bits.strides[0] < bits.strides[1]:  # as in a caller's array of (rows, keys)
         bits = transposed(bits.T)
     return np.subtract(bits, 1, dtype=np.int8).astype(dtype)

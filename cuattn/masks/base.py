@@ -7,7 +7,6 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
     instance = mask.instance((batch, head))  # equal for matrices under the same mask: a key for what is remembered
     mask.states(instance, rows, keys, t, t + 16)         # of 16 row tiles; the minimum over the parts holds
     mask.patterns(instance, rows, keys, row_tiles, key_tiles)  # a key for each of these tiles, or None
-    mask.shown(instance, rows, keys, row_tile, key_tile, ramp)  # one tile's bits, if there are keys; parts combine by &
     mask.hidden(instance, row_slice, key_slice)          # any part as booleans; parts combine by |
 """
 
@@ -161,23 +160,9 @@ class Mask(Immutable, Drawable):
     ) -> Sequence[Hashable] | None:
         """Return one key per tile, of which equal ones imply equal element masks; None where that takes long to tell.
 
-        The keys hold for whole tiles, and for instances, tile sizes and masks that are the same.  Of a mask that has
-        them, `shown` is asked what a tile shows, of others `hidden` what several tiles hide.
+        The keys hold for whole tiles, and for instances, tile sizes and masks that are the same.
         """
         return None
-
-    def shown(
-        self, instance: Instance, block_m: int, block_n: int, row_tile: int, key_tile: int, ramp: np.ndarray
-    ) -> np.ndarray:
-        """Return a tile as bits, all ones where visible and all zeros where hidden; (keys, rows) or (1, rows).
-
-        Parameters
-        ----------
-        ramp : array, (rows + 1, rows)
-            From :func:`cuattn.masks.intervals.bit_lines`, whose dtype the bits get; rows that do not exist may be
-            among them.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.shown, which masks with patterns need")
 
     # For everybody.
 
