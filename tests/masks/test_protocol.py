@@ -166,7 +166,9 @@ def test_join(first, second, band, drawn):
     block = drawn[0].bind(12, 9)
     joined, other = join((first, block, second, band))
     assert other is block
-    assert_array_equal(joined.dense(), first.dense() & second.dense() & band.dense())
+    visible = first.dense() & second.dense() & band.dense()
+    assert_array_equal(joined.dense(), visible)
+    assert_sound(joined.tile_states(3, 4), visible, 3, 4)
     assert join((first, block)) == (first, block)
 
 
