@@ -363,7 +363,7 @@ class Direct:
         of_rows = self.weigh([("dq", ds, k), ("tdq", tds, k), ("tdq", ds, tk)], careful=careful)
         results |= {name: x.reshape(*self.heads, -1, self.problem.head_dim) for name, x in of_rows.items()}
         # Of dv alone only sums of finite terms may be infinite then.
-        finite = careful or is_finite(*[x for name, x in results.items() if tds is not None or name in ("dq", "dk")])
+        finite = careful or is_finite(*[results[name] for name in (("dq", "dk") if tds is None else results)])
         return results if finite else None
 
     def _tangents(
