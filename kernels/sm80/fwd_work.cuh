@@ -57,7 +57,7 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     if constexpr (cfg::bias) w.bias_offset = slice_offset(p.bias, index, w.head);
     i32 tile = p.row_tiles - 1 - rank;
     if constexpr (column_masks > 0 || stated_mask) {
-        if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(w.mask.instance) * p.row_tiles + rank];
+        if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(w.mask.instance) * p.row_tiles + rank].tile;
     }
     w.row0 = tile * cfg::block_m;
     w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
