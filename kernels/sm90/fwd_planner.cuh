@@ -89,10 +89,9 @@ __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i
 }
 
 // The next row tile is drawn when the producer begins with the last list, and so many tiles are left of this row at most: a block that is
-// behind then draws less.  Rows of equal length, as a window's, need no such care; those of column masks only in the last rounds, since a
-// table is read for each key tile.
+// behind then draws less.  Rows of equal length, as a window's, need no such care.
 constexpr bool lengths_vary = (cfg::band_right && !cfg::band_left) || column_masks > 0;
-constexpr int tiles_left = 2, late_rounds = 2;
+constexpr int tiles_left = 2;
 
 template <class Beside = Alone>
 struct Planner {
@@ -198,8 +197,8 @@ struct Planner {
         return true;
     }
 
-    // Key tiles in descending order, 32 candidates at a time.  The queries follow the first list.  late: the next row tile is drawn as late as may be.
-    __device__ __forceinline__ void plan(Work work, const OrderedTile& item, Part part, bool late) {
+    // Key tiles in descending order, 32 candidates at a time.  The queries follow the first list.
+    __device__ __forceinline__ void plan(Work work, const OrderedTile& item, Part part) {
         i64 blocks = 0;
         if constexpr (block_mask) blocks = slice_of(p.mask, work.batch, work.head);
         const Rows rows = all_rows(p, work);
@@ -234,14 +233,14 @@ struct Planner {
         }
         // Rows that see nothing visit one tile all the same, and mask all of it: the consumers need no second path.
         if (!some && lane == 0) held = hidden_tile(p, work);
-        if constexpr (lengths_vary) if (late) {
+        if constexpr (lengths_vary) {
             const u32 left = __ballot_sync(~0u, held.exists()) >> lane;
-            const bool waits = __popc(left) <= tiles_left;
-            if (__any_sync(~0u, held.exists() && !waits)) {
-                publish(work, waits ? KeyTile::none() : held, false);
+            const bool late = __popc(left) <= tiles_left;
+            if (__any_sync(~0u, held.exists() && !late)) {
+                publish(work, late ? KeyTile::none() : held, false);
                 if (first) load_queries(work, part);
                 first = false;
-                if (!waits) held = KeyTile::none();
+                if (!late) held = KeyTile::none();
             }
         }
         publish(work, held, true);
@@ -251,17 +250,16 @@ struct Planner {
     __device__ __forceinline__ void run() {
         const i32 total = p.batch * p.heads * p.row_tiles * (cfg::split ? p.splits : 1);
         for (i32 number = blockIdx.x; number < total;) {
-            const bool late = lengths_vary && (column_masks == 0 || number >= total - late_rounds * static_cast<i32>(gridDim.x));
             OrderedTile item;
             if constexpr (cfg::split) {
                 const i32 tile = number / p.splits;
                 const Work work = row_tile(p, tile, item);
-                plan(work, item, {number - tile * p.splits, 1, tile}, late);
+                plan(work, item, {number - tile * p.splits, 1, tile});
             } else {
                 const Work work = row_tile(p, number, item);
-                plan(work, item, {}, late);
+                plan(work, item, {});
             }
-            // The next one is drawn when work on this one begins, or comes to an end.
+            // The next one is drawn as late as may be, when work on this one begins or comes to an end: blocks that are behind draw less.
             ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);
             number = __shfl_sync(~0u, draw(total), 0);
         }
