@@ -154,7 +154,7 @@ def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
 
 def visible_bits(hidden: Sequence[ndarray], shape: tuple[int, int], dtype: np.dtype) -> ndarray:
     """Return as bits, see :func:`hide`, what no array of some hides; bool, they broadcast to a shape (keys, rows)."""
-    bits = np.broadcast_to(reduce(or_, hidden), shape).view(np.int8)
+    bits = np.broadcast_to(reduce(or_, hidden or [np.False_]), shape).view(np.int8)
     if bits.strides[0] < bits.strides[1]:  # as in a caller's array of (rows, keys)
         bits = transposed(bits.T)
     return np.subtract(bits, 1, dtype=np.int8).astype(dtype)
@@ -212,41 +212,6 @@ def differentiate_scores(ds: ndarray, p: ndarray, delta: ndarray, *, careful: bo
     np.multiply(ds, p, ds)
     if careful:
         ds[p == 0] = 0  # 0 * NaN and 0 * inf
-
-
-def differentiate_softcap(ds: ndarray, tanh: ndarray, softcap: float, *, careful: bool) -> None:
-    """Turn derivatives by scores into those by the products that went into the cap; overwrites its tanh."""
-    np.multiply(tanh, tanh, tanh)
-    np.subtract(1, tanh, tanh)
-    if careful:
-        tanh[np.isnan(tanh)] = 0  # where ds is 0, as what is hidden, or NaN
-    ds *= np.multiply(tanh, softcap, tanh)
-
-
-def move_softcap(t: ndarray, tanh: ndarray, slope: ndarray, softcap: float) -> None:
-    """Turn tangents of the products that go into the cap into those of scores.
-
-    `slope` becomes the derivative of scores by the products, and `tanh` the tangent of that.
-    """
-    np.multiply(tanh, tanh, slope)
-    np.subtract(1, slope, slope)
-    slope *= softcap
-    t *= slope
-    tanh *= t
-    tanh *= -2
-
-
-def differentiate_moved_softcap(ds: ndarray, tds: ndarray, slope: ndarray, bend: ndarray, *, careful: bool) -> None:
-    """Turn derivatives by scores and their tangents into those by products; the last two are as `move_softcap` says.
-
-    Both are overwritten.
-    """
-    if careful:
-        for factor in (slope, bend):
-            factor[np.isnan(factor)] = 0  # where ds is 0, as what is hidden, or NaN
-    tds *= slope
-    tds += np.multiply(bend, ds, out=bend)
-    ds *= slope
 
 
 def transposed(x: ndarray) -> ndarray:

@@ -100,6 +100,21 @@ def test_score_functions_are_differentiated_once_more(name, softcap, way):
         np.testing.assert_allclose(x, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_key_that_no_row_sees_has_no_tangent_of_its_bias(way):
+    q, k, v, do = np.random.default_rng(6).standard_normal((4, 2, 40, 8))
+    bias, mask = np.zeros((1, 40)), np.broadcast_to(np.arange(40) < 30, (40, 40))
+    found = []
+    for hidden in (0, np.nan):
+        options = {"bias": bias, "mask": mask, "tbias": np.where(mask[:1], 1.0, hidden)}
+        with way():
+            jvp = cuattn.jvp(q, k, v, **options)
+            pair = cuattn.backward_jvp(do, q, k, v, jvp, **options)
+        found.append([jvp.to, jvp.tlse, *pair[0], *pair[1]])
+    for clean, poisoned in zip(*found, strict=True):
+        np.testing.assert_array_equal(clean, poisoned)
+
+
 @pytest.mark.parametrize("way", [lambda: tiled(16, 16), whole_heads], ids=["tiles", "whole heads"])
 @pytest.mark.parametrize("names", ["", "v", "do", "bias"])
 def test_none_costs_no_product(names, way, monkeypatch):
