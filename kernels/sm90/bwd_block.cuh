@@ -90,7 +90,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
             Producer producer{p, maps, shared, threadIdx.x == 0};
             producer.run();
         } else if (warp <= warpgroups) {
-            if constexpr (dq_held) {}
+            if constexpr (dq_whole) {}
             else if constexpr (!by_function)
                 reduce(p, shared, warp - 1);
             else if constexpr (drawers)

@@ -25,7 +25,7 @@ from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
-from cuattn.cuda.sm90.parts import count_parts, side_by_side
+from cuattn.cuda.sm90.parts import count_parts, side_by_side, visible_rows
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -103,6 +103,8 @@ class Cut:
     bias : BiasForm
     dq_tiles : int
         Of a head's rows, whose dq a block holds in shared memory over all key tiles; else 0.
+    dq_leaves : bool
+        Each row sees something of the one key tile, and nothing else: its dq leaves at once.
     slopes_of_heads : bool
         All scores of a head have the same slope: it joins dQ and dK last.
     sloped : bool
@@ -152,15 +154,20 @@ class Cut:
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
-        self.dq_tiles, self.parts, self.slices = 0, 1, 1
+        self.dq_tiles, self.dq_leaves, self.parts, self.slices = 0, False, 1, 1
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
         masked = (
             problem.masks or problem.deterministic
         )  # where registers are short with masks; a fixed order is theirs, too
-        alone = problem.group == 1 and not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
-        if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
+        alone = not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
+        fits = narrow or (self.keys.block_m == _TALL and not self.bias.tiles)
+        plain = alone and problem.score is None and problem.bias is None and not problem.masks
+        plain = plain and problem.out_dtype == problem.dtype
+        self.dq_leaves = self.fused and plain and self._sees_one_tile()
+        few = problem.group == 1 and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS
+        if alone and fits and few and not self.dq_leaves:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
         elif problem.bias is None and not problem.learned and not (masked and (sloped or problem.dropout)):
@@ -188,6 +195,11 @@ class Cut:
             together = 1
         return {**tile_counts(problem, tile), "section": min(together, heads)}
 
+    def _sees_one_tile(self) -> bool:
+        """Whether there is one key tile, of which each row sees something."""
+        rows = visible_rows(self.problem, self.keys.block_n)
+        return len(rows) == 1 and rows[0] == self.problem.n_queries
+
     @property
     def _moved(self) -> int:
         """Bytes of a row of q, of do, and of dq where it is added up."""
@@ -208,8 +220,9 @@ class Cut:
         if one:
             keys = (2 * slabs + slabs_v) * block_n * ROW_BYTES
             width = _NARROW if block_m == _TALL and self.head_dim <= _NARROW else SLAB_COLUMNS * slabs
-            # dq on its way, or held; and dk and dv on their way.
-            sums = block_m * (4 * width * (1 + self.dq_tiles) + 2 * _WARPGROUPS * ROW_BYTES)
+            # dq on its way, or held; and dS, where dk and dv are on their way.
+            stages = 1 if self.dq_tiles and width > _NARROW else 2
+            sums = block_m * (4 * width * (stages - 1 + self.dq_tiles) + stages * _WARPGROUPS * ROW_BYTES)
             barriers = 6
         else:
             keys = 2 * max(slabs, slabs_v) * block_n * ROW_BYTES
@@ -248,7 +261,7 @@ class Cut:
     @property
     def adds_dq(self) -> bool:
         """Whether dq is added up in memory."""
-        return self.fused and not self.dq_tiles
+        return self.fused and not (self.dq_tiles or self.dq_leaves)
 
     def scratch(self, dq_instances: int) -> dict[str, Array]:
         """Return the scratch memory by name; `dq_instances` counts the different (N, d) matrices of q."""
@@ -317,6 +330,8 @@ class Cut:
         """How dq is made."""
         if self.dq_tiles:
             return "a block sums dq of a head over all keys, in a fixed order"
+        if self.dq_leaves:
+            return "rows see one key tile, which makes all of their dq"
         if not self.fused:
             return "dq by a second pass over the scores, in a fixed order"
         if self.problem.deterministic:
@@ -347,7 +362,7 @@ class Backward(MappedCall):
         beside = problem.bias, problem.score, problem.softcap
         plain = all(x is None for x in beside) and not (problem.masks or problem.dropout)
         many = problem.instances >= _SHORT_HEADS and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
-        ordered = problem.deterministic and not self.cut.dq_tiles
+        ordered = problem.deterministic and self.cut.adds_dq
         if not (plain and many) or ordered:
             return _SHORT
         return _SHORTEST_ORDERED if problem.deterministic else _SHORTEST
