@@ -13,9 +13,10 @@ constexpr int warpgroups = 2;  // consumers
 // A bias hides as masks do, and so does a function of the scores.
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
 
-// Two ways to share a key tile's work.  By keys: 64 for each warpgroup, and dQ is computed as well.  By function, for wide
-// heads: both have the same 64 keys, one computes P and dV, the other dS and dK; dQ is left to sm90/bwd_rows.cu.
-constexpr bool by_function = cfg::block_n == 64;
+// Two ways to share a key tile's work.  By keys: 64 for each warpgroup, and dQ is computed as well, unless heads are wide (sm90/bwd_keys.cuh).
+// By function, for the widest: both have the same 64 keys, one computes P and dV, the other dS and dK.  What computes no dQ leaves it to
+// sm90/bwd_rows.cu.
+constexpr bool by_function = cfg::block_n == 64, dq_elsewhere = by_function || slabs > 2;
 static_assert(by_function || cfg::block_n == 64 * warpgroups);
 
 // Warps that draw what dropout drops (sm90/bwd_draws.cuh): a warpgroup of their own, or those that would reduce dQ.
@@ -37,7 +38,7 @@ static_assert(!dq_by_rows || !by_function);
 
 // Few rows: a block goes through all key tiles of a head, and sums dQ of its row tiles in shared memory, each thread its own elements, in order.
 // Few keys: those of one key tile are all that a row sees, so that its dQ leaves at once.
-constexpr bool dq_held = cfg::dq_tiles > 0, dq_whole = !by_function && !cfg::atomic_dq;
+constexpr bool dq_held = cfg::dq_tiles > 0, dq_whole = !dq_elsewhere && !cfg::atomic_dq;
 constexpr int held_bytes = cfg::dq_tiles * warpgroups * dq_part_bytes;
 static_assert(!dq_held || (dq_by_rows && dq_whole));
 
@@ -51,9 +52,9 @@ constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int do_bytes = slabs_v * cfg::block_m * row_bytes;
-constexpr int ds_bytes = by_function ? 0 : warpgroups * cfg::block_m * row_bytes;  // a slab per 64 keys
+constexpr int ds_bytes = dq_elsewhere ? 0 : warpgroups * cfg::block_m * row_bytes;  // a slab per 64 keys
 // What a warpgroup hands on: its part of dQ to a reducer warp, or (two buffers) float32 P to the other warpgroup.
-constexpr int handed_bytes = by_function ? 64 * cfg::block_m * 4 : dq_part_bytes, handed_stages = ds_stages == 1 ? 0 : 2;
+constexpr int handed_bytes = by_function ? 64 * cfg::block_m * 4 : dq_elsewhere ? 32 * cfg::block_m * 4 : dq_part_bytes, handed_stages = ds_stages == 1 ? 0 : 2;
 constexpr int numbers_bytes = cfg::block_m * 4;                  // stat or delta of a row tile
 // A split delta's parts are the first rows of 128 bytes of an operand of eight, of which the others remain zero.
 constexpr int delta_bytes = cfg::split_delta ? kDeltaParts * row_bytes : numbers_bytes;  // that arrive

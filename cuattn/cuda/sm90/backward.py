@@ -45,6 +45,7 @@ _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
 _MULTIPROCESSORS = 132
 _SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
+_OWNED, _OWNED_V = 3, 2  # slabs of 128 keys of which dK and dV fit into registers without dQ
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
 
@@ -94,6 +95,8 @@ class Cut:
         Of a row of dq's accumulator: whole slabs.
     fused : bool
         One kernel computes everything and adds dq up in memory.
+    owns_keys : bool
+        Else: warpgroups divide the keys of a tile, not what is computed of them.
     split_delta : bool
         Tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V.
     split_bias : bool
@@ -151,6 +154,8 @@ class Cut:
         self.arrays = {} if self.weighted else like_biases(problem)
         tables = len(self.arrays) < len(learned(problem)) and not self.weighted  # which take registers, too
         apart = problem.dropout or blocks or tables or sloped
+        simple = not (problem.dropout or sloped or problem.bias is not None or problem.score is not None or problem.masks)
+        self.owns_keys = not self.fused and simple and self._slabs[0] <= _OWNED and self._slabs[1] <= _OWNED_V
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
@@ -208,6 +213,7 @@ class Cut:
     def _key_tile(self) -> Tile:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
         problem, (slabs, slabs_v), one = self.problem, self._slabs, self.fused
+        one = one or self.owns_keys
         block_m, block_n = 64, 128 if one else 64
         # Registers are short with slopes, and with dropout beside what takes some, too.
         beside = problem.masks == ("block",) or problem.bias is not None or problem.score is not None
@@ -223,6 +229,8 @@ class Cut:
             # dq on its way, or held; and dS, where dk and dv are on their way.
             stages = 1 if self.dq_tiles and width > _NARROW else 2
             sums = block_m * (4 * width * (stages - 1 + self.dq_tiles) + stages * _WARPGROUPS * ROW_BYTES)
+            if self.owns_keys:
+                sums = 2 * 4 * 32 * block_m  # scores of far rows
             barriers = 6
         else:
             keys = 2 * max(slabs, slabs_v) * block_n * ROW_BYTES

@@ -180,7 +180,7 @@ def test_unfit_arrays(changes, words):
         ({}, True),
         ({"deterministic": True}, True),
         ({"head_dim": 64, "head_dim_v": 64}, True),
-        ({"head_dim": 64, "head_dim_v": 64, "deterministic": True}, False),  # turns
+        ({"head_dim": 64, "head_dim_v": 64, "deterministic": True}, True),
         ({"batch": (64,)}, False),
         ({"n_queries": 64, "n_keys": 64}, False),
         ({"n_queries": 49, "n_keys": 49, "deterministic": True}, True),
