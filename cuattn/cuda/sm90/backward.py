@@ -10,6 +10,7 @@ share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add
 
 import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -156,8 +157,8 @@ class Cut:
         self.arrays = {} if self.weighted else like_biases(problem)
         tables = len(self.arrays) < len(learned(problem)) and not self.weighted  # which take registers, too
         apart = problem.dropout or blocks or tables or sloped
-        simple = not (problem.dropout or sloped or problem.bias is not None or problem.score is not None or problem.masks)
-        self.owns_keys = not self.fused and simple and self._slabs[0] <= _OWNED and self._slabs[1] <= _OWNED_V
+        plain = forward.is_plain(replace(problem, band=None))
+        self.owns_keys = not self.fused and plain and self._slabs[0] <= _OWNED and self._slabs[1] <= _OWNED_V
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
@@ -169,10 +170,9 @@ class Cut:
             problem.masks or problem.deterministic
         )  # where registers are short with masks; a fixed order is theirs, too
         alone = not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
-        fits = narrow or (self.keys.block_m == _TALL and not self.bias.tiles)
-        plain = alone and problem.score is None and problem.bias is None and not problem.masks
-        plain = plain and problem.out_dtype == problem.dtype
-        self.dq_leaves = self.fused and plain and self._sees_one_tile()
+        fits = narrow or (self.keys.block_m == _TALL and problem.bias is None and problem.score is None)
+        plain = plain and self.fused and not shares_q and problem.out_dtype == problem.dtype
+        self.dq_leaves = plain and self._sees_one_tile()
         few = problem.group == 1 and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS
         if alone and fits and few and not self.dq_leaves:
             self.dq_tiles = self.keys.counts["row_tiles"]
@@ -180,8 +180,8 @@ class Cut:
         elif problem.bias is None and not problem.learned and not (masked and (sloped or problem.dropout)):
             self.parts = count_parts(problem, self.keys.counts, self.keys.block_n, self._moved, multiprocessors)
             self.slices = max(self.parts // problem.group, 1)
-            ends = problem.band is not None and problem.band.left is None and problem.band.right is not None
-            if self.parts == 1 and plain and ends and self.adds_dq and not problem.deterministic:
+            descending = problem.band is not None and problem.band.left is None and problem.band.right is not None
+            if plain and descending and self.adds_dq and self.parts == 1 and not problem.deterministic:
                 self.halves = count_halves(problem, self.keys.block_n, multiprocessors)
             self.keys = self._key_tile()
 
