@@ -33,7 +33,7 @@ struct KeyOwner : Worker {
         const Hidden hidden(*this, 64 * warpgroup, uniform(step().partial()));
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(s);
-        find_weights<false>(s, fragments, hidden, Numbers<0>(numbers(stat_at)), Draws{}, 64 * warpgroup, 0, [&] { return shared.handed_on(warpgroup); });
+        find_weights<cfg::sloped>(s, fragments, hidden, Numbers<0>(numbers(stat_at)), Draws{}, 64 * warpgroup, 0, [&] { return shared.handed_on(warpgroup); });
         round();
     }
 
