@@ -209,8 +209,9 @@ class Cut:
 
     def _sees_one_tile(self) -> bool:
         """Whether there is one key tile, of which each row sees something."""
-        rows = visible_rows(self.problem, self.keys.block_n)
-        return len(rows) == 1 and rows[0] == self.problem.n_queries
+        problem, rows = self.problem, visible_rows(self.problem, self.keys.block_n)
+        known = problem.band is None or not (problem.placed or problem.runs)
+        return known and len(rows) == 1 and rows[0] == problem.n_queries
 
     @property
     def _moved(self) -> int:
