@@ -345,19 +345,10 @@ struct Consumer : Worker {
             await_added(other);
         }
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
-        if (uniform(work.halved())) return leave_half(work);
         leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, key_gradient(p.dv, p.dv_acc), p.head_dim_v, own_gradients(0), ds_bytes);
         if constexpr (!dq_by_rows && !unrounded) await_taken(slot.stage);
         leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, key_gradient(p.dk, p.dk_acc), p.head_dim,
                      dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup), 64 * row_bytes);
-    }
-
-    // One of two slices' parts of a key tile's gradients, which sm90/bwd_convert.cuh adds up.
-    __device__ __forceinline__ void leave_half(const Work& work) const {
-        float4* to = half_of_keys(p, work.batch * p.kv_heads + work.head, work.tile, work.flags >> Work::slice_at, warpgroup) + threadIdx.x % 128;
-        unroll<cfg::head_dim / 8>([&](int i) { to[i * 128] = make_float4(dk[4 * i], dk[4 * i + 1], dk[4 * i + 2], dk[4 * i + 3]); });
-        to += cfg::head_dim / 8 * 128;
-        unroll<cfg::head_dim_v / 8>([&](int i) { to[i * 128] = make_float4(dv[4 * i], dv[4 * i + 1], dv[4 * i + 2], dv[4 * i + 3]); });
     }
 
     // The same where the buffers of dS have begun to take the next key tile's biases: dK leaves through this warpgroup's rows of k.

@@ -112,13 +112,12 @@ struct alignas(16) Work {
     i32 head, batch;  // of k and v, or of a part (below)
     i32 flags;        // and behind them the number of a slice
     static constexpr int slice_at = 8;
-    static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4, sunk_bit = 8, hides_bit = 16, halved_bit = 32;
+    static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4, sunk_bit = 8, hides_bit = 16;
     __device__ __forceinline__ bool seen() const { return flags & seen_bit; }  // by some row
     __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // masks hide some key of it from every row of the first head
     __device__ __forceinline__ bool odd() const { return flags & odd_bit; }    // the producer's own: where it noted the head of its last step
     __device__ __forceinline__ bool sunk() const { return flags & sunk_bit; }  // the same: the head's bias sinks or hides all of its keys
     __device__ __forceinline__ bool hides() const { return flags & hides_bit; }  // the same: it hides some of them
-    __device__ __forceinline__ bool halved() const { return cfg::halved && flags & halved_bit; }  // another block has the other slice
 };
 
 // Where key tiles alone would leave multiprocessors without work, several blocks share each (cfg::in_parts): p.splits parts, of which each has
@@ -127,13 +126,6 @@ struct alignas(16) Work {
 __device__ __forceinline__ i32 key_head(const Params& p, const Work& work) {
     return cfg::in_parts ? work.head * p.split_tiles / p.splits : work.head;
 }
-// With cfg::halved two blocks share each of a head's first p.split_tiles key tiles, by slices of the rows.  What each sums lies in the workspace as
-// registers hold it, [head][tile][slice][warpgroup][dK, dV][part][thread][4].
-__device__ __forceinline__ float4* half_of_keys(const Params& p, i32 head, i32 tile, i32 slice, u32 warpgroup) {
-    const i64 part = ((static_cast<i64>(head) * p.split_tiles + tile) * 2 + slice) * warpgroups + warpgroup;
-    return static_cast<float4*>(p.dk_acc) + part * (cfg::head_dim + cfg::head_dim_v) / 8 * 128;
-}
-
 // Of dK and dV.
 __device__ __forceinline__ i32 key_slice(const Params& p, const Work& work) {
     const i32 head = cfg::in_parts ? work.head * p.split_tiles + (work.flags >> Work::slice_at) : work.head;

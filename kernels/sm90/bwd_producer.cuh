@@ -14,31 +14,24 @@ namespace sm90::bwd {
 constexpr bool in_order = cfg::deterministic && !by_function && !dq_whole;
 
 // May a part be a slice of rows?  Turns (sm90/bwd_reducer.cuh) are told for whole heads.
-constexpr bool in_slices = (cfg::in_parts && !in_order) || cfg::halved;
-
-static_assert(!cfg::halved || (cfg::band_right && !cfg::in_parts && !in_order));
-__device__ __forceinline__ i32 items_of_head(const Params& p) { return p.key_tiles + (cfg::halved ? p.split_tiles : 0); }
+constexpr bool in_slices = cfg::in_parts && !in_order;
 
 // In a section the key tiles with most work come first; neighbours share q, do and dq.
 __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
-    TileRank place = rank_of(p, number, p.kv_heads, items_of_head(p));
+    TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
     if constexpr (cfg::batches_first) {  // sequences that share a bias are worked on side by side
         const i32 pair = place.batch * p.kv_heads + place.head;
         place.head = pair / p.batch, place.batch = pair - place.head * p.batch;
     }
     // Under causality the first keys are seen by most rows, without it (but with a window) the last.  A fixed order
     // is from the first to the last.
-    i32 slice = 0, halved = 0;
-    if constexpr (cfg::halved) {
-        if (place.rank < 2 * p.split_tiles) slice = place.rank % 2, halved = Work::halved_bit, place.rank /= 2;
-        else place.rank -= p.split_tiles;
-    }
+    i32 slice = 0;
     if constexpr (cfg::in_parts) {
         const i32 part = place.head;
         place.head = part / p.split_tiles, slice = part - place.head * p.split_tiles;
     }
     const bool ascending = dq_held || in_order || cfg::band_right || !cfg::band_left;
-    return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, slice << Work::slice_at | halved};
+    return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, slice << Work::slice_at};
 }
 
 // The visible row tiles of a key tile, over all query heads that share its keys.  All lanes of a warp take part; what is
@@ -73,7 +66,7 @@ struct StepWalk {
     // Of the row tiles that the band lets see the keys, the first of the work's slice, or (after = 1) of the next.
     __device__ __forceinline__ i32 slice_edge(i32 after) const {
         const i32 first = rows.first_tile(p), count = max(walk_end(p, rows.first_key()) - first, 0);
-        return first + count * ((work.flags >> Work::slice_at) + after) / (cfg::halved ? 1 + work.halved() : p.split_tiles);
+        return first + count * ((work.flags >> Work::slice_at) + after) / p.split_tiles;
     }
 
     // The same of keys that the bias hides.
@@ -293,7 +286,7 @@ struct Producer {
     }
 
     __device__ __forceinline__ void run() {
-        const i32 heads = p.batch * p.kv_heads, total = dq_held ? heads : heads * items_of_head(p), tiles = dq_held ? p.key_tiles : 1;
+        const i32 heads = p.batch * p.kv_heads, total = dq_held ? heads : heads * p.key_tiles, tiles = dq_held ? p.key_tiles : 1;
         for (i32 number = in_order ? draw() : blockIdx.x; number < total; number = draw())
             for (i32 tile = 0; tile < tiles; ++tile) feed(number * tiles + tile);
         if constexpr (drawers) tell({-1, 0, 0});

@@ -26,7 +26,7 @@ from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
-from cuattn.cuda.sm90.parts import count_halves, count_parts, side_by_side, visible_rows
+from cuattn.cuda.sm90.parts import count_parts, side_by_side, visible_rows
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -122,8 +122,6 @@ class Cut:
         rows.
     slices : int
         Of a head's rows.
-    halves : int
-        Of a head's first key tiles, which the others would wait for: those of which two blocks have a slice each.
     keys, rows : Tile
         Of sm90/bwd.cu and sm90/bwd_rows.cu.
     """
@@ -162,7 +160,7 @@ class Cut:
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
-        self.dq_tiles, self.dq_leaves, self.parts, self.slices, self.halves = 0, False, 1, 1, 0
+        self.dq_tiles, self.dq_leaves, self.parts, self.slices = 0, False, 1, 1
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
@@ -180,9 +178,6 @@ class Cut:
         elif problem.bias is None and not problem.learned and not (masked and (sloped or problem.dropout)):
             self.parts = count_parts(problem, self.keys.counts, self.keys.block_n, self._moved, multiprocessors)
             self.slices = max(self.parts // problem.group, 1)
-            descending = problem.band is not None and problem.band.left is None and problem.band.right is not None
-            if plain and descending and self.adds_dq and self.parts == 1 and not problem.deterministic:
-                self.halves = count_halves(problem, self.keys.block_n, multiprocessors)
             self.keys = self._key_tile()
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int, least: int = 1) -> dict[str, int]:
@@ -203,8 +198,6 @@ class Cut:
             together = max(together, _CAUSAL_TURNS if not problem.masks and problem.band is not None else _TURNS)
         if self.dq_tiles:
             together = 1
-        if self.halves:
-            return {**tile_counts(problem, tile), "section": heads, "split_tiles": self.halves}
         return {**tile_counts(problem, tile), "section": min(together, heads)}
 
     def _sees_one_tile(self) -> bool:
@@ -291,10 +284,6 @@ class Cut:
                 found["turns"] = Array((dq_instances, row_tiles), int32)
             rows = row_tiles * self.keys.block_m
             found["dq_acc"] = Array((dq_instances, rows, self.columns), self.problem.stat_dtype)
-        if self.halves:
-            tiles = self.problem.instances // self.problem.group * self.halves
-            columns = self.head_dim + self.head_dim_v
-            found["dk_acc"] = Array((tiles, 2, self.keys.block_n, columns), self.problem.stat_dtype)
         if self.parts > 1:
             problem = self.problem
             parts = problem.instances // problem.group * self.parts, problem.n_keys
@@ -335,7 +324,6 @@ class Cut:
             "v_stages": self.rows.v_stages,
             "atomic_dq": self.adds_dq,
             "dq_tiles": self.dq_tiles,
-            "halved": self.halves > 0,
             "in_parts": self.parts > 1,
             "deterministic": self.problem.deterministic,
         }
@@ -344,8 +332,7 @@ class Cut:
     def notes(self) -> list[str]:
         """How dq is made, and who makes dk and dv if that is not one block for each key tile."""
         shared = f"{self.parts} blocks share a key tile; their parts of dk and dv are added up in a fixed order"
-        halves = f"two blocks share each of a head's first {self.halves} key tiles"
-        return [self.note, *[shared] * (self.parts > 1), *[halves] * (self.halves > 0)]
+        return [self.note, *[shared] * (self.parts > 1)]
 
     @property
     def note(self) -> str:
@@ -415,7 +402,7 @@ class Backward(MappedCall):
         add_preprocess(self, constants, cut.columns, counts)
         warps = 4 * (_WARPGROUPS + 1)
         key_warps = warps + 4 * bool(problem.dropout and cut.fused)  # more of them draw
-        work = (1 if cut.dq_tiles else keys.counts["key_tiles"] + cut.halves) * problem.instances // problem.group
+        work = (1 if cut.dq_tiles else keys.counts["key_tiles"]) * problem.instances // problem.group
         path = "sm90/bwd_bias.cu" if cut.bias.tiles else "sm90/bwd.cu"
         if by_score and by_score.main_constants:
             path, constants = "sm90/bwd_weights.cu", constants | by_score.main_constants
@@ -434,8 +421,7 @@ class Backward(MappedCall):
         if by_score:
             by_score.add(self, whole, 0)
         if cut.adds_dq:
-            halved = cut.halves * problem.instances // problem.group
-            grid = (keys.counts["row_tiles"] * dq_instances + halved,)
+            grid = (keys.counts["row_tiles"] * dq_instances,)
             convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
             self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
         elif not cut.fused:

@@ -17,7 +17,6 @@ from cuattn.problem import Band, Problem
 
 # Rows that a block could walk while it begins and ends a key tile; while a part travels; while a launch begins.
 _ITEM_ROWS, _PART_ROWS, _PASS_ROWS = 128, 256, 128
-_HALF_ROWS, _HALVES = 96, 16  # while a half of what a key tile gives travels; such key tiles of a head, at most
 _MANY = 8  # key tiles for each multiprocessor, of which none need be shared
 _SLICES, _WORTH = 8, 0.97  # of a head's rows, at most; share of the time that parts may take to be worth it
 # If key tiles differ, blocks drift apart by this share of the longest item's time.  What they share leaves the L2 cache
@@ -40,23 +39,6 @@ def side_by_side(n_keys: int, block_n: int, multiprocessors: int) -> int:
     Those of the last heads that are as long as two others then begin while there is other work.
     """
     return 1 << (cdiv(2 * multiprocessors, cdiv(n_keys, block_n)).bit_length() - 1)
-
-
-def count_halves(problem: Problem, block_n: int, multiprocessors: int) -> int:
-    """Return how many of a head's first key tiles, which see most rows, two blocks are to share."""
-    rows, heads = visible_rows(problem, block_n), problem.instances // problem.group
-    if heads * len(rows) >= _MANY * multiprocessors:
-        return 0
-
-    def time(count: int) -> float:
-        lengths = [cdiv(n * problem.group, 2) + _ITEM_ROWS + _HALF_ROWS for n in rows[:count]]
-        lengths += [n * problem.group + _ITEM_ROWS for n in rows[count:]]
-        copies = [2 * heads] * count + [heads] * (len(rows) - count)
-        return makespan(lengths, copies, multiprocessors)
-
-    times = [time(count) for count in range(min(len(rows) // 2, _HALVES) + 1)]
-    best = min(range(len(times)), key=times.__getitem__)
-    return best if times[best] < _WORTH * times[0] else 0
 
 
 def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, moved: int, multiprocessors: int) -> int:

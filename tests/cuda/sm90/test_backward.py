@@ -136,17 +136,6 @@ def test_dq_is_added_up_where_rows_may_see_nothing_or_stay_unrounded(driver, cha
     assert Backward(p, operands(p), ()).cut.adds_dq
 
 
-def test_two_blocks_share_the_first_key_tiles(driver):
-    p = problem(batch=(1,), heads=8, kv_heads=8, n_queries=3001, n_keys=3001, band=CAUSAL)
-    _, keys, convert = launched(driver, p, operands(p))
-    count = keys.argument["split_tiles"]
-    assert count > 0 and keys.constants["halved"] and keys.argument["section"] == 8
-    assert convert.grid == (8 * (47 + count),) and convert.argument["dk_acc"] == keys.argument["dk_acc"] != 0
-    for changes in ({"deterministic": True}, {"batch": (4,)}, {"band": None}):
-        other = replace(p, **changes)
-        assert not Backward(other, operands(other), ()).cut.halves
-
-
 def test_broadcast_queries_share_an_accumulator(driver):
     p = problem()
     taken = {**operands(p), "q": array((1, 16, 4096, 128))}

@@ -101,9 +101,6 @@ OWN = [
     sized("one key tile d40", 200, 100, 40, head_dim_v=64, batch=(3,), heads=60, kv_heads=60),
     sized("one key tile d96", 300, 77, 96, head_dim_v=40, options={"window": (400, 9, "bottom_right")}),
     sized("one key tile sliced", 2000, 70, 128, batch=(1,), heads=2, kv_heads=2),
-    # The first key tiles, which see most rows, for two blocks each.
-    sized("halves", 2500, 2500, batch=(), heads=8, kv_heads=8, dtype=F16, options={"is_causal": True}),
-    sized("halves d72", 2500, 2500, 72, batch=(), heads=8, kv_heads=8, options={"is_causal": True}),
     # Wide heads whose dK and dV registers hold.
     sized("d 192 dv 128 full", 300, 500, 192, head_dim_v=128, heads=6, kv_heads=3, dtype=F16),
     sized("d 136 dv 64 many tiles", 200, 130, 136, head_dim_v=64, batch=(3,), heads=60, kv_heads=60),
