@@ -17,7 +17,7 @@ namespace sm90::bwd {
 
 // Accumulators leave the others few; walking blocks takes more.  Setting registers goes by eights.
 constexpr bool shared_evenly = drawing_warpgroups && (cfg::block_m == 64 || (cfg::runs && !drawn_in_pairs));
-constexpr int producer_registers = sums_diagonals || by_function || block_mask || (stated_mask && cfg::deterministic) || (cfg::in_parts && column_masks > 0) ? 40 : shared_evenly ? 32 : 24;
+constexpr int producer_registers = sums_diagonals || by_function || block_mask || (stated_mask && cfg::deterministic) || (cfg::in_parts && column_masks > 0) || (ds_stages == 1 && !unmasked) ? 40 : shared_evenly ? 32 : 24;
 constexpr int drawer_registers = drawn_in_pairs ? 40 : shared_evenly ? 32 : 24;
 constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 16 * 8;
 

@@ -217,26 +217,36 @@ struct Consumer : Worker {
     __device__ __forceinline__ void hand_over(u32 stage) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
-        if constexpr (dq_held) return hold(dq);
+        if constexpr (dq_held) return hold(dq, work().tile);
         if constexpr (dq_whole) return write_queries(dq, shared.handed_on(warpgroup), work().batch * p.heads + step().head, step().m());
         store_registers(await_taken(stage), dq, own_dq_columns(warpgroup) / 2);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
         release(shared.barrier(handed + stage));
     }
 
-    // dQ to the sum that the thread holds of the row tile.
-    __device__ __forceinline__ void hold(const QueryGradient& dq) const {
-        QueryGradient sum;
+    // dQ to the sum that the thread holds of the row tile.  Where each key tile meets all rows the first begins the sum, the last ends it.
+    static constexpr bool meets_all = unmasked && !cfg::bias && !cfg::score;
+    __device__ __forceinline__ void hold(QueryGradient& dq, i32 tile) const {
         const u32 held = shared.held(step().m(), warpgroup);
-        load_registers(sum, held);
-        unroll<dq_columns / 2>([&](int i) { sum[i] += dq[i]; });
-        store_registers(held, sum);
+        if (!meets_all || uniform(tile > 0)) {
+            QueryGradient sum;
+            load_registers(sum, held);
+            unroll<dq_columns / 2>([&](int i) { dq[i] += sum[i]; });
+        }
+        if (meets_all && uniform(tile == p.key_tiles - 1)) return end_sum(dq, held, step().m());
+        store_registers(held, dq);
+    }
+
+    // Writes a sum by way of its own place, once all have read theirs.
+    __device__ __forceinline__ void end_sum(const QueryGradient& sum, u32 held, i32 m) const {
+        ptx::barrier_sync(store_barrier + warpgroup, 128);
+        write_queries(sum, held, work().batch * p.heads + work().head, m);
     }
 
     // Calls work(row tile) for all that a head's dQ is held of, if the key tile is its first or (last) its last.
     template <class Work>
     __device__ __forceinline__ void at_end_of_head(bool last, const Work& work) const {
-        if constexpr (!dq_held) return;
+        if constexpr (!dq_held || meets_all) return;
         if (uniform(this->work().tile != (last ? p.key_tiles - 1 : 0))) return;
 #pragma unroll 1
         for (i32 m = 0; m < p.row_tiles; ++m) work(m);
@@ -254,8 +264,7 @@ struct Consumer : Worker {
             QueryGradient sum;
             const u32 held = shared.held(m, warpgroup);
             load_registers(sum, held);
-            ptx::barrier_sync(store_barrier + warpgroup, 128);  // by all
-            write_queries(sum, held, work().batch * p.heads + work().head, m);
+            end_sum(sum, held, m);
         });
     }
 
