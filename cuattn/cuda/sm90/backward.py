@@ -44,7 +44,6 @@ _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the firs
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
-_MULTIPROCESSORS = 132
 _SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
 _OWNED, _OWNED_V = 3, 2  # slabs of 128 keys of which dK and dV fit into registers without dQ
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
@@ -131,7 +130,7 @@ class Cut:
         problem: Problem,
         bias: BiasForm = NO_BIAS,
         shares_q: bool = False,
-        multiprocessors: int = _MULTIPROCESSORS,
+        multiprocessors: int = forward.MULTIPROCESSORS,
     ) -> None:
         self.problem, blocks = problem, problem.masks == ("block",)
         self._multiprocessors = multiprocessors
@@ -164,9 +163,7 @@ class Cut:
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
-        masked = (
-            problem.masks or problem.deterministic
-        )  # where registers are short with masks; a fixed order is theirs, too
+        masked = problem.masks or problem.deterministic  # with masks registers are short; they keep a fixed order, too
         alone = not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
         fits = narrow or (self.keys.block_m == _TALL and problem.bias is None and problem.score is None)
         plain = plain and self.fused and not shares_q and problem.out_dtype == problem.dtype
