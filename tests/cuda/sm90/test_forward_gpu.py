@@ -70,7 +70,7 @@ OWN = [
     sized("hopper long columns", 500, 9000, batch=(1,), mask=patches_of),
     sized("hopper one strip of a tile", 200, 2500, heads=40, kv_heads=40),
     # Tiles of 256 rows; one that has all keys.
-    sized("hopper four warpgroups", 512, 1500, batch=(5,), heads=40, kv_heads=8),
+    sized("hopper four warpgroups", 500, 1100, batch=(2,), heads=32, kv_heads=8),
     sized("hopper four warpgroups float16", 500, 600, 40, head_dim_v=64, batch=(8,), heads=40, kv_heads=40, dtype=F16),
     sized("hopper few keys", 900, 77, heads=30, kv_heads=30, options={"softcap": 3.0}),
     sized("hopper few keys columns", 500, 90, heads=8, kv_heads=8, mask=columns_of),
