@@ -2,7 +2,8 @@
 
 There are two ways.  Where dK and dV of 128 keys fit into registers, one kernel (sm90/bwd.cu) computes everything and
 adds dq up in memory, key tiles taking turns where the order must be fixed; sm90/bwd_convert.cu turns the sums into
-rows.  Else the same kernel with 64 keys computes dK and dV, and sm90/bwd_rows.cu computes dq.
+rows.  Where a row's keys are one key tile, or a block holds dq of a head, that kernel writes dq itself.  Else the same
+kernel computes dK and dV alone, of 128 keys or 64, and sm90/bwd_rows.cu computes dq.
 
 A block has all query heads that share its key tile.  Where that leaves multiprocessors without work, several blocks
 share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add_parts.cu adds their dK and dV up.
