@@ -39,7 +39,7 @@ _TEAMS_SMALLER = 4  # the same beside as many teams, which read keys as fast as 
 
 _COUNTED = 1 << 15  # key tiles of rows in parts are counted in 16 bits
 _LOWER = 0.75  # of the time that a key tile takes beside 192 rows, it takes beside 128, where rows are long
-_HIGHER, _HIGHER_SHORT = 0.71, 0.78  # half a key tile beside 256; the same where the softmax begins behind all products
+_HIGHER = 1.32  # of that time, 128 keys take beside 256 rows, in tiles of 64: less a margin, 1.4 measured
 _TILE_ROWS, _PACKED = 128, 0.9  # of most tiles; the share of a group's row tiles that must do for heads to be packed
 
 _TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of which there may be one
@@ -390,7 +390,8 @@ class Cut:
             self.tile = _ROOMY_TILE if rounded.tile == _HIGH_TILE else self.tile
         chosen, time = self.tile, math.inf
         for tile, cost in self._heights():
-            lengths, slots = self._row_lengths(tile), multiprocessors * tile.min_blocks
+            counted = tile._replace(block_n=self.tile.block_n)
+            lengths, slots = self._row_lengths(counted), multiprocessors * tile.min_blocks
             found = balance.divide(lengths, self.problem.instances, slots, self._may_divide(tile))
             if cost * found.time < balance.GAIN * time:
                 chosen, time, (_, self.splits, self.split_tiles) = tile, cost * found.time, found
@@ -405,15 +406,15 @@ class Cut:
         return band is not None and (band.left is not None or band.right is None or problem.placed)
 
     def _heights(self) -> Iterator[tuple[Tile, float]]:
-        """Yield tiles of other heights, and what one of their steps costs beside one of the first."""
-        problem, long = self.problem, self.problem.n_keys >= _LONG[128]
+        """Yield tiles of other heights, and what so many keys as one of the first has cost beside one of its steps."""
+        problem = self.problem
         yield self.tile, 1.0
         if self.tile.block_m != 192:
             return
-        if long:
+        if problem.n_keys >= _LONG[128]:
             yield self.tile._replace(block_m=128), _LOWER
         if problem.band is None and problem.n_keys >= _SHORT_KEYS and self.head_dim_v > _NARROW:
-            yield _HIGH_TILE, _HIGHER if long else _HIGHER_SHORT
+            yield _HIGH_TILE, _HIGHER
 
     def _may_divide(self, tile: Tile) -> bool:
         problem, counts = self.problem, tile_counts(self.problem, tile)

@@ -74,7 +74,9 @@ OWN = [
     sized("hopper four warpgroups float16", 500, 600, 40, head_dim_v=64, batch=(8,), heads=40, kv_heads=40, dtype=F16),
     sized("hopper few keys", 900, 77, heads=30, kv_heads=30, options={"softcap": 3.0}),
     sized("hopper few keys columns", 500, 90, heads=8, kv_heads=8, mask=columns_of),
-    sized("hopper few keys causal dropout", 500, 110, options={"is_causal": True, "dropout_p": 0.3, "rng": 7}),
+    sized(
+        "hopper few keys causal dropout", 500, 110, options={"is_causal": "bottom_right", "dropout_p": 0.3, "rng": 7}
+    ),
     sized("hopper three warpgroups d72", 729, 729, 72, heads=8, kv_heads=8),
     sized("hopper three warpgroups d96", 200, 1000, 96, heads=40, kv_heads=40),
     sized("hopper narrow window", 900, 900, options={"window": (20, 3)}),
