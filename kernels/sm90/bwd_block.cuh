@@ -8,6 +8,7 @@
 #include "ptx/registers.cuh"
 #include "sm90/bwd_consumer.cuh"
 #include "sm90/bwd_draws.cuh"
+#include "sm90/bwd_keys.cuh"
 #include "sm90/bwd_producer.cuh"
 #include "sm90/bwd_reducer.cuh"
 #include "sm90/bwd_split.cuh"
@@ -16,7 +17,7 @@ namespace sm90::bwd {
 
 // Accumulators leave the others few; walking blocks takes more.  Setting registers goes by eights.
 constexpr bool shared_evenly = drawing_warpgroups && (cfg::block_m == 64 || (cfg::runs && !drawn_in_pairs));
-constexpr int producer_registers = sums_diagonals || by_function || block_mask || (stated_mask && cfg::deterministic) || (cfg::in_parts && column_masks > 0) ? 40 : shared_evenly ? 32 : 24;
+constexpr int producer_registers = sums_diagonals || by_function || block_mask || (stated_mask && cfg::deterministic) || (cfg::in_parts && column_masks > 0) || (ds_stages == 1 && !unmasked) ? 40 : shared_evenly ? 32 : 24;
 constexpr int drawer_registers = drawn_in_pairs ? 40 : shared_evenly ? 32 : 24;
 constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 16 * 8;
 
@@ -27,12 +28,12 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(k_empty + stage), consumers);
     }
     ptx::mbarrier_init(shared.barrier(v_full), 1);
-    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : cfg::split_delta ? consumers : warps);
+    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : cfg::split_delta || dq_elsewhere ? consumers : warps);
     for (int stage = 0; stage < cfg::stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(q_empty + stage), consumers);
         ptx::mbarrier_init(shared.barrier(do_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(do_empty + stage), by_function ? consumers : warps);
+        ptx::mbarrier_init(shared.barrier(do_empty + stage), dq_elsewhere ? consumers : warps);
         if constexpr (drawers) {
             ptx::mbarrier_init(shared.barrier(draws_told + stage), 1);
             ptx::mbarrier_init(shared.barrier(draws_full + stage), 32 * drawers);
@@ -63,7 +64,10 @@ __device__ __forceinline__ void fill_halves(const Shared& shared) {
 }
 
 __device__ __forceinline__ void run_consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup) {
-    if constexpr (!by_function) {
+    if constexpr (dq_elsewhere && !by_function) {
+        KeyOwner owner{{p, shared}, warpgroup};
+        owner.run(maps);
+    } else if constexpr (!by_function) {
         Consumer(p, shared, maps, warpgroup).run();
     } else if (warpgroup == 0) {
         Weigher weigher{{p, shared}};
@@ -90,7 +94,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
             Producer producer{p, maps, shared, threadIdx.x == 0};
             producer.run();
         } else if (warp <= warpgroups) {
-            if constexpr (dq_held) {}
+            if constexpr (dq_whole || (dq_elsewhere && !by_function)) {}
             else if constexpr (!by_function)
                 reduce(p, shared, warp - 1);
             else if constexpr (drawers)
