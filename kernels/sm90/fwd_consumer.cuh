@@ -21,6 +21,8 @@ constexpr bool hides_late = cfg::split_bias && !told_bias;  // where tiles are c
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
+// Where rows are long and registers allow it, whole key tiles have steps of their own: a warp waits for its instructions behind those that it jumps over.
+constexpr bool steps_apart = cfg::overlap && later_tiles_vary && search_beside;
 
 // What all lanes agree on once of a tile whose bias tensor cores add, which spares most tiles all other votes.
 struct Agreed {
@@ -318,13 +320,12 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         return last;
     }
 
-    // Key tiles one after the other, until the row's last one or one that is hidden.  Where rows are long, whole tiles have steps of their own: a warp
-    // waits for its instructions behind those that it jumps over.
+    // Key tiles one after the other, until the row's last one or one that is hidden.
     __device__ __forceinline__ bool steps() {
         bool last;
         do {
             if constexpr (!later_tiles_vary) last = step<Cut::no>();
-            else if constexpr (!cfg::overlap) last = step<Cut::asked>();
+            else if constexpr (!steps_apart) last = step<Cut::asked>();
             else if (is_cut()) last = step<Cut::yes>();
             else
                 do last = step<Cut::no>();
