@@ -189,21 +189,32 @@ class RowWeights(NamedTuple):
     reference: ndarray | None  # what scores are relative to; None for 0 throughout
     factors: ndarray  # make probabilities of exponentials
     delta: ndarray  # D of algorithm 4, line 19, less dlse
+    tdelta: ndarray | None  # its tangent, and
+    mean: ndarray | None  # that of lse, the mean of the tangents of scores; None where there are none
 
 
 def row_weights(rows: Mapping[str, ndarray]) -> RowWeights:
-    """Return the weights of rows, given their do, o, l, m and perhaps dlse."""
-    do, o, l, m = (rows[name] for name in ("do", "o", "l", "m"))
-    delta = np.vecdot(do, o, dtype=l.dtype, casting="unsafe")
+    """Return the weights of rows, given their do, o, l, m and perhaps dlse; and to, tlse and perhaps tdo."""
+    l, m = rows["l"], rows["m"]
+
+    def dot(x: str, y: str) -> ndarray:
+        return np.vecdot(rows[x], rows[y], dtype=l.dtype, casting="unsafe")
+
+    found = [dot("do", "o")]
     if "dlse" in rows:
-        delta -= rows["dlse"]
+        found[0] -= rows["dlse"]
+    if "to" in rows:
+        found += [dot("do", "to"), np.array(rows["tlse"])]
+    if "tdo" in rows:
+        found[1] += dot("tdo", "o")
     empty, reference = None, reference_of(m)
     if reference is not None:  # as where a row is empty
         empty = l == 0
-        delta[empty] = 0
+        for x in found:
+            x[empty] = 0
         m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
         empty, reference = (x if x.any() else None for x in (empty, reference))
-    return RowWeights(empty, reference, 1 / (l * exponential(m)), delta)
+    return RowWeights(empty, reference, 1 / (l * exponential(m)), *found, *[None] * (3 - len(found)))
 
 
 def differentiate_scores(ds: ndarray, p: ndarray, delta: ndarray, *, careful: bool) -> None:

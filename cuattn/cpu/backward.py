@@ -20,7 +20,6 @@ import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu.arithmetic import (
-    RowWeights,
     differentiate_scores,
     exponentials,
     hide,
@@ -87,8 +86,8 @@ class BackwardWalk(Walk):
         self._delta = self._of_rows(weights.delta * weights.factors)  # for exponentials
         self._reference = None if weights.reference is None else self._of_rows(weights.reference)
         sizes = [np.abs(self._delta).max()]
-        if self.task.along:
-            self._load_tangents(rows, weights)
+        if weights.tdelta is not None:
+            self._tdelta, self._mean = self._of_rows(weights.tdelta * weights.factors), self._of_rows(weights.mean)
             sizes += [np.abs(self._tdelta).max(), np.abs(self._mean).max()]
         if "tbias" in self.task.operands:
             sizes.append(np.abs(self.item.group.of_queries(self.task.operands["tbias"], self.item.rows)).max())
@@ -99,16 +98,6 @@ class BackwardWalk(Walk):
         products = (length * (1 + sum(norms[keys] for keys in _FACTORS[name])) for name, length in lengths.items())
         largest = float(sum(sizes)) + sum(products) + sum(norms.values())
         self._careful = not largest < np.finfo(self.dtype).max or (self.task.along and self.task.score is not None)
-
-    def _load_tangents(self, rows: dict[str, ndarray], weights: RowWeights) -> None:
-        """Load what tangents have beside: that of D, and of lse, which is the mean of the scores' tangents."""
-        tdelta = np.vecdot(rows["do"], rows["to"], dtype=self.dtype, casting="unsafe")
-        if "tdo" in rows:
-            tdelta += np.vecdot(rows["tdo"], rows["o"], dtype=self.dtype, casting="unsafe")
-        mean = np.array(rows["tlse"])
-        if weights.empty is not None:
-            tdelta[weights.empty] = mean[weights.empty] = 0
-        self._tdelta, self._mean = self._of_rows(tdelta * weights.factors), self._of_rows(mean)
 
     def _of_rows(self, values: ndarray) -> ndarray:
         """Return what there is for each row with axes like those of scores; 0 for rows that do not exist."""

@@ -343,14 +343,14 @@ class Direct:
     def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return the gradients and, if they are wanted, their tangents."""
         operands, weights = self.operands, row_weights(self.operands)
-        q, do, tq, tdo = (
-            self.rows_of(name, weights.empty) if name in operands else None for name in ("q", "do", "tq", "tdo")
-        )
+        names = ("q", "do", "tq", "tdo")
+        rows = {name: self.rows_of(name, weights.empty) for name in names if name in operands}
+        q, do, tq, tdo = map(rows.get, names)
         p = self.probabilities(q, weights, careful=careful)
         ds, tp, tds = self.products("ds", "v", do), None, None
         differentiate_scores(ds, p, self.to_scores(weights.delta), careful=careful)
         if self.task.along:
-            tp, tds = self._tangents(q, do, tdo, p, ds, careful=careful)
+            tp, tds = self._tangents(rows, weights, p, ds, careful=careful)
         results = self.weigh([("dv", p, do), ("tdv", tp, do), ("tdv", p, tdo)], careful=careful)
         biases = {name: x for name, x in (("dbias", ds), ("tdbias", tds)) if name in self.task.results}
         results |= {name: self.sum_bias(name, x) for name, x in biases.items()}
@@ -370,20 +370,15 @@ class Direct:
         return results if finite else None
 
     def _tangents(
-        self, q: ndarray, do: ndarray, tdo: ndarray | None, p: ndarray, ds: ndarray, *, careful: bool
+        self, rows: dict[str, ndarray], weights: RowWeights, p: ndarray, ds: ndarray, *, careful: bool
     ) -> tuple[ndarray | None, ndarray]:
         """Return the tangents of P, None for 0, and of its scores' derivatives."""
-        rows = self.operands
-        tds = self.sum_of_products("tds", [("tv", do), ("v", tdo)])
-        tdelta = np.vecdot(rows["do"], rows["to"])
-        if tdo is not None:
-            tdelta = tdelta + np.vecdot(rows["tdo"], rows["o"])
-        tdelta, tlse = (np.where(rows["l"] == 0, 0, x) for x in (tdelta, rows["tlse"]))
-        differentiate_scores(tds, p, self.to_scores(tdelta), careful=careful)
+        tds = self.sum_of_products("tds", [("tv", rows["do"]), ("v", rows.get("tdo"))])
+        differentiate_scores(tds, p, self.to_scores(weights.tdelta), careful=careful)
         if not self.problem.moves:
             return None, tds
-        t = self.tangents(q, p, careful=careful)
-        t -= self.to_scores(tlse)
+        t = self.tangents(rows["q"], p, careful=careful)
+        t -= self.to_scores(weights.mean)
         if careful:
             t[p == 0] = 0
         tds += np.multiply(t, ds, self.buffers.get("u", *t.shape))

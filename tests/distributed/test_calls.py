@@ -12,6 +12,7 @@ from cuattn.errors import ArgumentError
 from tests.distributed.layouts import layouts, run
 from tests.strategies import cases
 from tests.test_api import check
+from tests.tolerances import assert_same
 
 ALGORITHMS = (None, "ring", "needed", "gather", "combine", "heads", "2d")
 GRADIENTS = ("dq", "dk", "dv", "dbias")
@@ -35,8 +36,7 @@ def test_any_split_matches_the_oracle(data, case, size, algorithm):
         assert "algorithm is" in str(error) and algorithm in ("heads", "2d")
         return
     for fwd, grads in results[1:]:
-        for one, other in zip((*fwd[:3], *grads), (*results[0][0][:3], *results[0][1]), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same((*fwd[:3], *grads), (*results[0][0][:3], *results[0][1]))
     fwd, grads = results[0]
     assert (
         fwd.o.dtype == case.q.dtype and fwd.rng_state == cuattn.forward(*case.arguments()[0], **case.arguments()[1])[3]
@@ -104,8 +104,7 @@ def test_the_same_call_gives_the_same_bits():
             ]
             for _ in range(2)
         )
-        for one, other in zip((*first[0], *first[1]), (*again[0], *again[1]), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same((*first[0], *first[1]), (*again[0], *again[1]))
 
 
 def test_one_rank_has_the_bits_of_a_call_without_ranks():
@@ -115,8 +114,7 @@ def test_one_rank_has_the_bits_of_a_call_without_ranks():
     with connect() as comm:
         options = {"window": (30, 5), "dropout_p": 0.2, "rng": 1}
         whole, made, _ = together(comm, arrays, Layout.contiguous(N, 1), options)
-    for one, other in zip((*whole, *made), (*fwd[:3], *grads[:3]), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same((*whole, *made), (*fwd[:3], *grads[:3]))
 
 
 def test_fresh_dropout_is_drawn_once():

@@ -23,6 +23,7 @@ from cuattn.problem import FORWARD, Options, check
 from cuattn.tracing import MASK, Frozen, Traced, trace
 from tests.masks.predicates import assert_sound
 from tests.problem.test_origin import parts, start
+from tests.tolerances import assert_same
 from tests.tracing import expressions as ex
 from tests.tracing import recipes
 
@@ -45,11 +46,6 @@ def both(q, k, v, do, **options):
     fwd = cuattn.forward(q, k, v, **options)
     options.pop("rng", None)
     return [*fwd[:3], *cuattn.backward(do, q, k, v, fwd, **options)[:3]]
-
-
-def assert_same(found, wanted):
-    for x, y in zip(found, wanted, strict=True):
-        assert_array_equal(x, y)
 
 
 @given(st.randoms(use_true_random=False))
