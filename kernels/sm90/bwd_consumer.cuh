@@ -165,6 +165,20 @@ struct Consumer : Worker {
             compute_dq(queries(), rows, columns + (slabs == 1 ? 64 : cfg::block_n * row_bytes) * warpgroup);
     }
 
+    // Sums of dS for arrays, beside dV and added beside dQ; or, where rows are short, beside dQ and added beside dK.
+    template <bool long_rows>
+    __device__ __forceinline__ void count() {
+#ifdef WEIGHTED_SUMS
+        if constexpr (long_rows == (slabs > 1 || slabs_v > 1)) weighted_sums.count(ds, shared.counting());
+#endif
+    }
+    template <bool long_rows>
+    __device__ __forceinline__ void add_counted() {
+#ifdef WEIGHTED_SUMS
+        if constexpr (long_rows == (slabs > 1 || slabs_v > 1)) weighted_sums.add(place(64 * warpgroup));
+#endif
+    }
+
     // Products of a row tile; dQ and dK are under way on exit.
     __device__ __forceinline__ void begin_step() {
         await_queries();
@@ -196,19 +210,16 @@ struct Consumer : Worker {
         if (uniform(code.last())) release_values();
         gradients(delta);
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
-#ifdef WEIGHTED_SUMS
-        weighted_sums.count(ds, shared.counting());
-#endif
+        count<true>();
         ptx::async_proxy_fence();  // of dS, beside dV
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
         store_bias_gradient();
         issue_dq();
         ptx::wgmma_wait<1>();
         release(shared.barrier(do_empty + slot.stage));
+        count<false>();
         accumulate(dk, ds, shared.q(slot.stage), begun);  // line 22
-#ifdef WEIGHTED_SUMS
-        weighted_sums.add(place(64 * warpgroup));
-#endif
+        add_counted<true>();
         begun = 1;
     }
 
@@ -276,6 +287,7 @@ struct Consumer : Worker {
     // The rest of a step.
     __device__ __forceinline__ void end_step() {
         ptx::wgmma_wait<1>();
+        add_counted<false>();
         hand_over(slot.stage);
         ptx::wgmma_wait<0>();
         if (cfg::dbias == kDbiasStored && threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
