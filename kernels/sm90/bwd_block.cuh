@@ -57,10 +57,24 @@ __device__ __forceinline__ void clear_delta(const Shared& shared) {
     ptx::async_proxy_fence();
 }
 
-// In a row of zeros beside delta, once all are there.
-__device__ __forceinline__ void fill_halves(const Shared& shared) {
+// By the first threads.
+template <class Elem>
+__device__ __forceinline__ void store_counting(u32 counting) {
+    if (threadIdx.x < counting_bytes / 16) {
+        const float each = threadIdx.x % 2, row = each ? 8 * (threadIdx.x / 2) : 1.0f;
+        u32 pairs[4];
+        unroll<4>([&](int i) { pairs[i] = ::pack<Elem>(fmaf(each, 2 * i, row), fmaf(each, 2 * i + 1, row)); });
+        ptx::store_shared_v4(counting + 16 * threadIdx.x, pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+    ptx::async_proxy_fence();
+}
+
+// What parts and dS are multiplied with; in rows of zeros beside delta, once all are there.
+__device__ __forceinline__ void fill_factors(const Shared& shared) {
     if constexpr (cfg::split_delta) __syncthreads();
-    store_halves(shared.halves());
+    if constexpr (splits_rows) store_counting<__nv_bfloat16>(shared.halves());
+    else if constexpr (splits) store_halves(shared.halves());
+    if constexpr (counts) store_counting<cfg::elem>(shared.counting());
 }
 
 __device__ __forceinline__ void run_consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup) {
@@ -85,7 +99,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) init_barriers(shared);
     if constexpr (cfg::split_delta) clear_delta(shared);
-    if constexpr (splits) fill_halves(shared);
+    if constexpr (splits || counts) fill_factors(shared);
     __syncthreads();  // the barriers and the zeros beside delta are ready
 
     if (warp < 4) {

@@ -68,20 +68,23 @@ struct Consumer : Worker {
     __device__ __forceinline__ void issue_s() {
         code = step();
         compute_s(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
-        if constexpr (splits) bias.add_parts(s, shared.halves(), shared.parts(warpgroup));
+        if constexpr (splits_rows) bias.add_parts(s, shared.halves(), code.far() ? 0.0f : split_score().of_row(code.m() * cfg::block_m));
+        else if constexpr (splits) bias.add_parts(s, shared.halves(), shared.parts(warpgroup));
         ptx::wgmma_commit();
         foretell_dq();
     }
 
-    // When a key tile begins, or a head: what products add from then on.
+    // When a key tile begins, or a head, or far rows, to which they add nothing but keys' parts, or others: what products add from then on.
     __device__ __forceinline__ void split_keys() {
-        if (!uniform(step().first() || step().odd() != code.odd())) return;
+        const bool far = splits_rows && step().far();
+        if (!uniform(step().first() || step().odd() != code.odd() || (splits_rows && far != code.far()))) return;
         const TilePlace at = place(64 * warpgroup);
         float x[2];
         if constexpr (cfg::split_score) {
             bias.set_head(TracedHead::of(p, at.batch, at.head));
             const SplitScore score = split_score();
             unroll<2>([&](int r) { x[r] = score.of_key(at.key + 8 * r); });
+            if constexpr (splits_rows) return bias.split_keys_and_rows(x, far ? 0.0f : (score.of(cfg::block_m, 0) - score.of(0, 0)) / cfg::block_m);
         } else {
             bias.find_bias(x, p, at);
         }
@@ -133,18 +136,17 @@ struct Consumer : Worker {
     // Lines 18 and 20: dS, which goes to shared memory for dQ.
     __device__ __forceinline__ void gradients(const Delta& delta) {
 #ifdef WEIGHTED_SUMS
-        weighted_sums.store(work(), this->step().head, warpgroup);
-        WeightedSums::Step step(weighted_sums, place(64 * warpgroup));
-        differentiate<!values_first>(ds, weights, s, dp, delta, step);
-        step.finish();
-#else
+        if constexpr (cfg::apart != 0) {
+            WeightedSums::Step step(weighted_sums, place(64 * warpgroup));
+            differentiate<!values_first>(ds, weights, s, dp, delta, step);
+        } else
+#endif
         if constexpr (cfg::dbias == kDbiasOfKeys) {
             differentiate<!values_first>(ds, weights, s, dp, delta, key_sums);
         } else {
             NoSums dbias;
             differentiate<!values_first>(ds, weights, s, dp, delta, dbias);
         }
-#endif
         await_added(slot);
         if constexpr (ds_stages == 1) ptx::barrier_sync(keys_barrier, consumers);  // nobody reads the last dS any more
         store_gradients(ds, own_gradients(slot.stage));
@@ -164,6 +166,20 @@ struct Consumer : Worker {
             compute_dq(queries(), rows, columns + (slabs == 1 ? 64 : cfg::block_n * row_bytes) * warpgroup);
     }
 
+    // Sums of dS for arrays, beside dV and added beside dQ; or, where rows are short, beside dQ and added beside dK.
+    template <bool long_rows>
+    __device__ __forceinline__ void count() {
+#ifdef WEIGHTED_SUMS
+        if constexpr (long_rows == (slabs > 1 || slabs_v > 1)) weighted_sums.count(ds, shared.counting());
+#endif
+    }
+    template <bool long_rows>
+    __device__ __forceinline__ void add_counted() {
+#ifdef WEIGHTED_SUMS
+        if constexpr (long_rows == (slabs > 1 || slabs_v > 1)) weighted_sums.add(place(64 * warpgroup));
+#endif
+    }
+
     // Products of a row tile; dQ and dK are under way on exit.
     __device__ __forceinline__ void begin_step() {
         await_queries();
@@ -177,6 +193,9 @@ struct Consumer : Worker {
             if constexpr (splits) split_keys();
             issue_s();
             issue_dp();
+#ifdef WEIGHTED_SUMS
+            weighted_sums.store(work(), step().head, warpgroup);
+#endif
             if constexpr (!splits) load_bias(64 * warpgroup);
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
@@ -192,13 +211,16 @@ struct Consumer : Worker {
         if (uniform(code.last())) release_values();
         gradients(delta);
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
+        count<true>();
         ptx::async_proxy_fence();  // of dS, beside dV
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
         store_bias_gradient();
         issue_dq();
         ptx::wgmma_wait<1>();
         release(shared.barrier(do_empty + slot.stage));
+        count<false>();
         accumulate(dk, ds, shared.q(slot.stage), begun);  // line 22
+        add_counted<true>();
         begun = 1;
     }
 
@@ -303,6 +325,7 @@ struct Consumer : Worker {
     // The rest of a step.
     __device__ __forceinline__ void end_step() {
         ptx::wgmma_wait<1>();
+        add_counted<false>();
         hand_over(slot.stage);
         ptx::wgmma_wait<0>();
         if (cfg::dbias == kDbiasStored && threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();

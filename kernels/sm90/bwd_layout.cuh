@@ -77,12 +77,22 @@ constexpr int held_at = handed_at + handed_stages * handed_bytes;
 constexpr int delta_at = held_at + held_bytes;
 constexpr int stat_at = delta_at + cfg::stages * delta_stride;
 constexpr int draws_at = stat_at + cfg::stages * numbers_bytes;
-// Below delta's parts there is room for what multiplies those of a bias.
+// Tensor cores add what an affine function leaves to rows, too, where these are consecutive.
+constexpr bool splits_rows = cfg::row_offsets && !cfg::runs;
+// Ones, numbers: of eight rows of a tile each as 16 bytes, of the next eight behind them.  As eight such units, of which all but the first two are
+// those of later rows, they are what tensor cores multiply to add such numbers to scores, and dS to sum it over rows (sm90/bwd_sums.cuh).
+constexpr int counting_bytes = (cfg::block_m / 8 + 3) * 32;
+constexpr bool counts = cfg::dbias >= kDbiasWeighted;
+// Below delta's parts there is room for what multiplies those of a bias, and for what dS is multiplied with.
 static_assert(!splits || !by_function);
+static_assert(!cfg::split_delta || counting_bytes <= 4 * row_bytes);
+constexpr int own_halves_bytes = !splits ? 0 : splits_rows ? counting_bytes : halves_bytes;
 constexpr int own_halves_at = draws_at + draws_bytes, halves_at = cfg::split_delta ? delta_at + 4 * row_bytes : own_halves_at;
+constexpr int own_counting_at = own_halves_at + (cfg::split_delta ? 0 : own_halves_bytes);
+constexpr int counting_at = cfg::split_delta ? halves_at + delta_stride : own_counting_at;
 // The parts themselves are fragments in registers, or in shared memory where tiles leave room.
-constexpr bool parts_held = slabs > 1 || slabs_v > 1;
-constexpr int parts_at = own_halves_at + (splits && !cfg::split_delta ? halves_bytes : 0);
+constexpr bool parts_held = slabs > 1 || slabs_v > 1 || splits_rows;
+constexpr int parts_at = own_counting_at + (counts && !cfg::split_delta ? counting_bytes : 0);
 constexpr int barriers_at = parts_at + (splits && !parts_held ? part_bytes * cfg::block_n : 0);
 
 enum Barrier {
@@ -206,6 +216,7 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 ds(u32 buffer) const { return address + ds_at + (ds_stages == 1 ? 0 : buffer) * ds_bytes; }
     __device__ __forceinline__ u32 handed_on(u32 buffer) const { return address + handed_at + buffer * handed_bytes; }
     __device__ __forceinline__ u32 halves() const { return address + halves_at; }
+    __device__ __forceinline__ u32 counting() const { return address + counting_at; }
     // Of the warpgroup's keys.
     __device__ __forceinline__ u32 parts(u32 warpgroup) const { return address + parts_at + 64 * part_bytes * warpgroup; }
     __device__ __forceinline__ u32 held(i32 m, u32 warpgroup) const { return address + held_at + (m * warpgroups + warpgroup) * dq_part_bytes; }

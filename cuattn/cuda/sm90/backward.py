@@ -236,8 +236,12 @@ class Cut:
             sums = 2 * 4 * 64 * block_m  # P
             barriers = 4
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
+        counting = (block_m // 8 + 3) * 32
         if self.split_bias or self.split_score is not None:
-            tiles += HALVES_BYTES * (not self.split_delta) + KEY_BIAS_BYTES * block_n * (max(slabs, slabs_v) == 1)
+            by_row = self.split_score is not None and self.split_score.depends & I and not problem.runs
+            tiles += (counting if by_row else HALVES_BYTES) * (not self.split_delta)
+            tiles += KEY_BIAS_BYTES * block_n * (max(slabs, slabs_v) == 1 and not by_row)
+        tiles += counting * (self.bias.gradient >= Dbias.WEIGHTED and not self.split_delta)
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
         walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
         told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
