@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,10 +42,14 @@ def takes(pairs: Pairs) -> bool:
     return fits and not pairs.is_masked and pairs.function is not FUNCTIONS["laplacian"]
 
 
-def constants_of(function: int, dim: int, columns: int, tf32: bool, wanted: Wanted) -> dict[str, Any]:
+def constants_of(function: int, dim: int, columns: int, tf32: bool, wanted: Wanted, hopper: bool) -> dict[str, Any]:
     """Return what the kernels are specialised by, for points of `dim` coordinates, a multiple of 16."""
     most = 4 if dim <= 64 and not wanted.slopes else 2
     width = cdiv(columns, max(cdiv(columns, most), 1))
+    if wanted.slopes:
+        keys, warpgroups = 32, 3 if dim <= 64 else 2
+    else:
+        keys, warpgroups = (64, 4) if dim <= 64 else (32, 3)
     return {
         "dim": dim,
         "width": width,
@@ -53,38 +57,54 @@ def constants_of(function: int, dim: int, columns: int, tf32: bool, wanted: Want
         "tf32": tf32,
         "logs": wanted.key_log is not None,
         "values": wanted.sums,
-        "block_n": 64 if dim <= 64 and not wanted.slopes else 32,
+        "block_n": keys,
+        "warpgroups": warpgroups if hopper else 0,
+        "stages": 4,
     }
+
+
+class _Launches(NamedTuple):
+    """What splits keys and what sums.
+
+    In how many parts the keys and groups the columns are divided, and the keys of whole tiles.
+    """
+
+    split: Kernel
+    sums: Kernel
+    parts: int
+    groups: int
+    padded: int
 
 
 @lru_cache(maxsize=256)
 def _launches(
     device: int, slopes: bool, constants: tuple[tuple[str, Any], ...], sizes: tuple[int, int, int, int]
-) -> tuple[Kernel, Kernel, int, int, int]:
-    """Return the launches, in how many parts the keys and groups the columns are divided, and the keys of whole tiles.
-
-    As many blocks are taken to share a multiprocessor as registers are enough for.
-    """
+) -> _Launches:
+    """Return the launches of a problem of some size."""
     batch, n_rows, n_keys, columns = sizes
     known = dict(constants)
-    tile, dim = int(known["block_n"]), int(known["dim"])
-    groups, row_blocks = max(cdiv(columns, max(int(known["width"]), 1)), 1), cdiv(n_rows, 64 if slopes else 128)
-    padded, blocks = pad(n_keys, tile), 512 // (64 + 5 * dim // 4)
+    tile, dim, width, warpgroups = (int(known[name]) for name in ("block_n", "dim", "width", "warpgroups"))
+    if warpgroups:
+        name, rows = "warpgroup_slopes" if slopes else "warpgroups", 64 * warpgroups
+        threads, blocks = 128 * warpgroups, 1
+    else:
+        name, rows = ("slopes", 64) if slopes else ("products", 128)
+        threads, blocks = _THREADS, 512 // (64 + 5 * dim // 4)  # as many as registers are enough for
+    groups, row_blocks, padded = max(cdiv(columns, max(width, 1)), 1), cdiv(n_rows, rows), pad(n_keys, tile)
     parts = parts_of(row_blocks * batch * groups, n_keys, blocks * device_of(device).multiprocessors)
     per_part = pad(cdiv(n_keys, parts), tile)
     parts = cdiv(n_keys, per_part)
     values = {"n_rows": n_rows, "n_keys": n_keys, "columns": columns, "parts": parts}
     values |= {"keys_per_part": per_part, "padded_keys": padded}
     names, slots = {name: n for n, name in enumerate(_ARRAYS)}, {name: name for name in _ARRAYS}
-    path, name = ("pairwise/slopes.cu", "pairwise_slopes") if slopes else ("pairwise/products.cu", "pairwise_products")
-    grids = {
-        "pairwise_split": (cdiv(padded * (dim // 8), _THREADS), 1, batch),
-        name: (row_blocks, parts * groups, batch),
-    }
-    split, sums = (
-        Kernel(device, names, path, name, known, grid, _THREADS, PARAMS, values, slots) for name, grid in grids.items()
-    )
-    return split, sums, parts, groups, padded
+    stage = pad(4 * tile * (dim + 1 + (width or 4)), 128)
+    common: dict[str, Any] = dict(device=device, names=names, path=f"pairwise/{name}.cu", constants=known, dtype=PARAMS)
+    common |= dict(values=values, slots=slots, exact=warpgroups > 0)
+    grid = cdiv(padded * (dim // 8), _THREADS), 1, batch
+    split = Kernel(kernel="pairwise_split", grid=grid, threads=_THREADS, **common)
+    grid, shared = (row_blocks, parts * groups, batch), known["stages"] * (stage + 16) + 128 if warpgroups else 0
+    sums = Kernel(kernel=f"pairwise_{name}", grid=grid, threads=threads, shared_bytes=shared, **common)
+    return _Launches(split, sums, parts, groups, padded)
 
 
 def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
@@ -95,18 +115,19 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     if pairs.is_empty or (not wanted.logs and not columns):
         return nothing(xp, (*batch, n_rows), pairs.dim, columns)
     points = _Points(pairs, transposed)
-    of_row, of_key = (-square for square in points.squares)
-    if wanted.row_log is not None:
-        of_row = wanted.row_log * _LOG2_E + of_row
+    of_row, of_key = points.squares
     if wanted.key_log is not None:
-        of_key = wanted.key_log * _LOG2_E + of_key
-    else:
-        of_row, of_key = -of_row, -of_key
+        of_key = wanted.key_log * _LOG2_E - of_key
+        of_row = -of_row if wanted.row_log is None else wanted.row_log * _LOG2_E - of_row
     n_keys, dim = points.y.shape[-2:]
-    constants = constants_of(pairs.function.number, dim, columns, pairs.precision == "tf32", wanted)
+    hopper = device_of(pairs.origin.device).arch == "sm_90"
+    constants = constants_of(pairs.function.number, dim, columns, pairs.precision == "tf32", wanted, hopper)
     sizes = math.prod(batch), n_rows, n_keys, columns
     split, sums, parts, groups, padded = _launches(pairs.origin.device, wanted.slopes, tuple(constants.items()), sizes)
     stacked = parts * groups, *batch, n_rows
+    v = wanted.v
+    if v is not None and constants["warpgroups"]:
+        v = _in_tiles(xp, v, constants["block_n"], constants["width"])
     given = {
         "x": points.x,
         "y": points.y,
@@ -114,7 +135,7 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
         "of_row": of_row,
         "of_key": of_key,
         "u": wanted.u,
-        "v": wanted.v,
+        "v": v,
         "unit": points.unit,
     }
     given = {
@@ -135,6 +156,15 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     if wanted.slopes:
         directions, moments = directions[..., : pairs.dim] / points.scale, moments / pairs.function.base
     return Sums(totals, None, directions, moments)
+
+
+def _in_tiles(xp: Any, v: Any, tile: int, width: int) -> Any:
+    """Return (..., keys, columns) as (..., groups, tiles, width, tile), with zeros where there is nothing."""
+    *batch, n_keys, columns = v.shape
+    more = [(0, 0)] * len(batch) + [(0, -n_keys % tile), (0, -columns % width)]
+    divided = xp.pad(v, more).reshape(*batch, cdiv(n_keys, tile), tile, cdiv(columns, width), width)
+    at = len(batch)
+    return xp.moveaxis(divided, (at + 2, at, at + 3, at + 1), (at, at + 1, at + 2, at + 3))
 
 
 class _Points:

@@ -32,16 +32,22 @@ class Kernel:
         z = np.maximum(constant - s, 0)
         function = list(FUNCTIONS.values())[self.constants["function"]]
         k, slope = [np.exp2(constant + s)] * 2 if self.constants["logs"] else function.evaluate(-z, True, False)
+        v = given["v"]
+        if self.constants["warpgroups"]:  # (..., groups, tiles, width, keys of a tile)
+            at = v.ndim - 4
+            v = np.moveaxis(v, (at + 1, at + 3), (at, at + 1)).reshape(*v.shape[:at], -1, v.shape[at] * v.shape[-2])
+            assert not v[..., y.shape[-2] :, :].any()
+            v = v[..., : y.shape[-2], :2]
         if given["sums"] is not None:
-            given["sums"][0] = k @ given["v"]
+            given["sums"][0] = k @ v
         if given["directions"] is not None:
-            g = given["u"] @ given["v"].swapaxes(-1, -2) * slope
+            g = given["u"] @ v.swapaxes(-1, -2) * slope
             given["directions"][0] = x * g.sum(-1, keepdims=True) - g @ y
             given["moments"][0] = (g * z).sum(-1)
 
 
-@pytest.fixture
-def on_host(monkeypatch):
+@pytest.fixture(params=["sm_80", "sm_90"])
+def on_host(monkeypatch, request):
     """Take the launches' arguments to NumPy."""
     run = tensor_cores.run
 
@@ -51,6 +57,7 @@ def on_host(monkeypatch):
 
     monkeypatch.setattr(tensor_cores, "run", on_no_device)
     monkeypatch.setattr(tensor_cores, "address_of", lambda array: array)
+    monkeypatch.setattr(tensor_cores, "device_of", lambda number: types.SimpleNamespace(arch=request.param))
     monkeypatch.setattr(
         tensor_cores, "_launches", lambda device, slopes, known, sizes: (Kernel(), Kernel(known), 1, 1, sizes[2])
     )
