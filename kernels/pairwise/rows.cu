@@ -29,6 +29,7 @@ constexpr bool kLse = cfg::reduction == 1, kGradient = cfg::reduction == 2;
 constexpr bool kSums = cfg::reduction == 0 || (kGradient && cfg::values);
 constexpr bool kLogs = kLse || (kGradient && cfg::logs);
 constexpr int kWidth = kLse ? 0 : cfg::width, kColumns = kWidth ? kWidth : 1;
+constexpr int kBlocks = kLse && kDim <= 3 && same_type<Acc, float> ? 6 : 0;  // that share a multiprocessor for certain, as _BLOCKS there tells
 constexpr int kVector = 16 / sizeof(Acc), kStride = (kDim + kWidth + kLogs + kVector - 1) / kVector * kVector;
 
 // A key: its coordinates, its columns of v, its logarithm.
@@ -242,7 +243,7 @@ __device__ __forceinline__ void gradient_rows(const Rows& rows, Key* tile, const
     });
 }
 
-extern "C" __global__ __launch_bounds__(kThreads) void pairwise_rows(const __grid_constant__ PairwiseParams p) {
+extern "C" __global__ __launch_bounds__(kThreads, kBlocks) void pairwise_rows(const __grid_constant__ PairwiseParams p) {
     __shared__ Key tile[kKeys];
     const Share share(p);
     const Acc factor = static_cast<Acc>(p.factors == nullptr ? p.factor : *p.factors);

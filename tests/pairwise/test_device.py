@@ -1,5 +1,7 @@
 """The kernels of pairs: how they are launched, and what they compile to."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -29,7 +31,10 @@ def constants(case):
 
 def product_constants(case, dim, hopper=False):
     _, function, _, columns, wanted = CASES[case]
-    return tuple(tensor_cores.constants_of(FUNCTIONS[function].number, dim, columns, False, wanted, hopper).items())
+    pairs = SimpleNamespace(dim=dim, function=FUNCTIONS[function], precision=None)
+    if columns:
+        wanted = wanted._replace(v=np.zeros((1, columns)))
+    return tuple(tensor_cores.constants_of(pairs, wanted, hopper).items())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,6 +72,7 @@ def test_slopes_spill_little(case, dim, most, most_of_warpgroups):
     [
         ("pairwise/rows.cu", "PairwiseParams", device.PARAMS, constants("matvec")),
         ("pairwise/products.cu", "ProductParams", tensor_cores.PARAMS, product_constants("softmin", 64)),
+        ("pairwise/prepare.cu", "PrepareParams", tensor_cores.PREPARE, product_constants("softmin", 64)),
     ],
 )
 def test_arguments_are_mirrored(path, struct, mirror, known):
