@@ -41,7 +41,7 @@ struct Tiles {
         if (threadIdx.x == 0) {
             for (int stage = 0; stage < kStages; ++stage) {
                 ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), 1);
-                ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), 4 * kGroups);
+                ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), 128 * kGroups);
             }
             ptx::mbarrier_init_fence();
         }
@@ -66,10 +66,8 @@ struct Tiles {
         ptx::mbarrier_wait(ptx::shared_address(&shared.full[tile % kStages]), tile / kStages % 2);
         return shared.stages[tile % kStages];
     }
-    __device__ __forceinline__ void release(i32 tile) const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[tile % kStages]));
-    }
+    // Every thread says that it has read the tile.
+    __device__ __forceinline__ void release(i32 tile) const { ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[tile % kStages])); }
 };
 
 // x.y of a warpgroup's rows and a tile: element i is of row 8 (i / 2 % 2) + lane / 4 of the warp's and key 8 (i / 4) + 2 (lane % 4) + i % 2.
