@@ -64,7 +64,6 @@ def constants_of(dtype: np.dtype, function: int, dim: int, columns: int, wanted:
         "function": function,
         "logs": wanted.row_log is not None,
         "values": wanted.sums,
-        "dots": wanted.dots,
     }
 
 

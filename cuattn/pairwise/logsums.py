@@ -25,9 +25,9 @@ class SoftminGradients(NamedTuple):
     dh: Any
 
 
-def log_sums(pairs: Pairs, key_log: Any, dots: bool = False) -> Any:
-    """Return log sum_j exp(key_log_j - w_ij); for `dots` see :class:`Wanted`."""
-    return engine(pairs).run(pairs, Wanted(key_log=key_log, logs=True, dots=dots)).logs
+def log_sums(pairs: Pairs, key_log: Any) -> Any:
+    """Return log sum_j exp(key_log_j - w_ij)."""
+    return engine(pairs).run(pairs, Wanted(key_log=key_log, logs=True)).logs
 
 
 def of_eps(pairs: Pairs) -> None:

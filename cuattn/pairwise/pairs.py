@@ -45,8 +45,6 @@ class Wanted(NamedTuple):
         their exponentials.
     moments : bool
         sum_j g_ij w_ij beside it.
-    dots : bool
-        In logs, what products of points have of -w_ij in place of it: 2 factor x_i . y_j.
     """
 
     u: Any = None
@@ -57,7 +55,6 @@ class Wanted(NamedTuple):
     logs: bool = False
     slopes: bool = False
     moments: bool = False
-    dots: bool = False
 
 
 class Sums(NamedTuple):

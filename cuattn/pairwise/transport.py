@@ -78,32 +78,6 @@ class Sinkhorn(_Sinkhorn):
         return self._plans.barycentric_map()
 
 
-class _Dots(NamedTuple):
-    """Points relative to their mean, and |x|^2 and |y|^2 over 2 eps.
-
-    With f - |x|^2 / 2 and g - |y|^2 / 2 for potentials costs are -x.y: fewer instructions a pair.  float32's rounding
-    of products is that of the potentials, which are as large.
-    """
-
-    pairs: Pairs
-    of_x: Any
-    of_y: Any
-
-
-def _dots_of(pairs: Pairs) -> _Dots | None:
-    """Return a problem's points for products; None where a kernel takes no products."""
-    if pairs.origin.backend == "cpu" or not pairs.is_direct or pairs.work != np.float32:
-        return None
-    from cuattn.pairwise import device
-
-    if not device.takes(pairs):
-        return None
-    centre = pairs.y.mean(tuple(range(pairs.y.ndim - 1)), dtype=np.float64)
-    points = {name: (pairs.spread(name) - centre).astype(pairs.work) for name in "xy"}
-    squares = (pairs.factor * pairs.xp.square(p, dtype=np.float64).sum(-1) for p in points.values())
-    return _Dots(replace(pairs, arrays=points), *squares)
-
-
 @dataclass
 class _Plan:
     """A problem and its potentials, over eps."""
@@ -114,20 +88,13 @@ class _Plan:
     f: Any
     g: Any
 
-    def __post_init__(self) -> None:
-        self._dots = _dots_of(self.pairs)
-
     def update_f(self) -> Any:
         """Return the f for which rows sum to a."""
-        logs, dots = self.g + self.log_b, self._dots
-        return -log_sums(self.pairs, logs) if dots is None else dots.of_x - log_sums(dots.pairs, logs - dots.of_y, True)
+        return -log_sums(self.pairs, self.g + self.log_b)
 
     def update_g(self) -> Any:
         """Return the g for which columns sum to b."""
-        logs, dots = self.f + self.log_a, self._dots
-        if dots is None:
-            return -log_sums(self.pairs.swapped, logs)
-        return dots.of_y - log_sums(dots.pairs.swapped, logs - dots.of_x, True)
+        return -log_sums(self.pairs.swapped, self.f + self.log_a)
 
     def cost(self, eps: Any) -> Any:
         """Return a . f + b . g."""

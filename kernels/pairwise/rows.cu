@@ -1,7 +1,7 @@
 // Sums over all keys y_j for each row x_i, of a function k of |x_i - y_j|, from differences of coordinates:
 //
 // cfg::reduction 0   sum_j k_ij v_j                                               to p.sums
-//                1   log2 sum_j 2^(key_log_j - z_ij)                              to p.moments; with cfg::dots 2 factor x_i.y_j in place of -z_ij
+//                1   log2 sum_j 2^(key_log_j - z_ij)                              to p.moments
 //                2   sum_j g_ij (x_i - y_j), sum_j g_ij z_ij, sum_j k_ij v_j      to p.directions, p.moments, p.sums (cfg::values)
 //                    with g_ij = (u_i . v_j) (-dk/dw)_ij, see pairwise/functions.cuh; with cfg::logs k_ij is multiplied by 2^(row_log_i + key_log_j)
 //
@@ -51,12 +51,6 @@ struct Rows {
     __device__ __forceinline__ Acc squared_distance(int r, const Key& key) const {
         Acc difference[kDim];
         return squared_distance(r, key, difference);
-    }
-    // start - z, or with dots start + 2 factor x.y, of which x holds the factor.
-    __device__ __forceinline__ Acc exponent(int r, const Key& key, Acc factor, Acc start) const {
-        if constexpr (cfg::dots) unroll<kDim>([&](int c) { start = fma_of(x[r][c], key.at[c], start); });
-        else start = fma_of(squared_distance(r, key), -factor, start);
-        return start;
     }
 };
 
@@ -133,7 +127,7 @@ struct LogSums {
             const Acc from_first = key.at[kDim] - m[0];
             unroll<kRows>([&](int r) {
                 const Acc start = one_reference ? from_first : key.at[kDim] - m[r];
-                sums[r] += power_of_2(rows.exponent(r, key, factor, start));
+                sums[r] += power_of_2(fma_of(rows.squared_distance(r, key), -factor, start));
             });
         }
     }
@@ -153,7 +147,7 @@ struct LogSums {
 #pragma unroll 4
         for (int n = 0; n < kFew; ++n) {
             const Key key = keys[n];
-            unroll<kRows>([&](int r) { greatest[r] = max_of(greatest[r], rows.exponent(r, key, factor, key.at[kDim])); });
+            unroll<kRows>([&](int r) { greatest[r] = max_of(greatest[r], fma_of(rows.squared_distance(r, key), -factor, key.at[kDim])); });
         }
         Acc most = greatest[0], least = greatest[0];
         unroll<kRows>([&](int r) {
@@ -255,7 +249,7 @@ extern "C" __global__ __launch_bounds__(kThreads, kBlocks) void pairwise_rows(co
     const Acc factor = static_cast<Acc>(p.factors == nullptr ? p.factor : *p.factors);
     Rows rows;
     unroll<kRows>([&](int r) { unroll<kDim>([&](int c) { rows.x[r][c] = 0; }); });
-    for_rows(p, [&](int r, i32 row) { unroll<kDim>([&](int c) { rows.x[r][c] = p.x[(share.batch * p.n_rows + row) * kDim + c] * (cfg::dots ? 2 * factor : Acc(1)); }); });
+    for_rows(p, [&](int r, i32 row) { unroll<kDim>([&](int c) { rows.x[r][c] = p.x[(share.batch * p.n_rows + row) * kDim + c]; }); });
     if constexpr (kLse) log_sum_rows(rows, tile, p, share, factor);
     else if constexpr (kGradient) gradient_rows(rows, tile, p, share, factor);
     else sum_rows(rows, tile, p, share, factor);

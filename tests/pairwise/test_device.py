@@ -1,16 +1,14 @@
 """The kernels of pairs: how they are launched, and what they compile to."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from cuattn import pairwise
 from cuattn.cuda import source
-from cuattn.pairwise import device, logsums, tensor_cores, transport
+from cuattn.pairwise import device, tensor_cores
 from cuattn.pairwise.functions import FUNCTIONS
-from cuattn.pairwise.pairs import Sums, Wanted
+from cuattn.pairwise.pairs import Wanted
 from tests.cuda.nvrtc import compile_log, kernel_resources
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -96,27 +94,3 @@ def test_blocks_fill_waves(row_blocks):
     waves = row_blocks * parts / (132 * 6)
     assert parts == 1 or parts == 32 or waves / np.ceil(waves) >= 0.9
     assert device.parts_of(row_blocks, 100, 132 * 6) == 1
-
-
-def test_transport_by_products_of_points(monkeypatch):
-    """Where kernels take products in place of distances, potentials come to the same."""
-    rng = np.random.default_rng(0)
-    x, y = rng.standard_normal((60, 3)) + 5, rng.standard_normal((80, 3)) + 4
-    expected = pairwise.sinkhorn(x, y, eps=0.3, n_iters=20, tol=0)
-
-    def dots_of(pairs):
-        points = {name: pairs.spread(name) - pairs.y.mean(0) for name in "xy"}
-        return transport._Dots(
-            replace(pairs, arrays=points), *(pairs.factor * (p * p).sum(-1) for p in points.values())
-        )
-
-    def run(pairs, wanted, transposed=False):
-        s = wanted.key_log + 2 * pairs.factor * (pairs.spread("x") @ pairs.spread("y").T)
-        assert wanted.dots
-        return Sums(logs=np.logaddexp.reduce(s, -1))
-
-    monkeypatch.setattr(transport, "_dots_of", dots_of)
-    monkeypatch.setattr(logsums, "engine", lambda pairs: SimpleNamespace(run=run))
-    found = pairwise.sinkhorn(x, y, eps=0.3, n_iters=20, tol=0)
-    for own, other in zip(found[:3], expected[:3], strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-12)
