@@ -44,6 +44,8 @@ class Kernel:
     maps : sequence of (str, callable), optional
         Further arguments: an address, and a function of it that describes the array there.  A kernel that takes some
         is compiled for the device's exact architecture, as ``sm_90a``.
+    exact : bool, optional
+        Whether any other kernel is.
     traced : str, optional
         The text of its score and mask functions.
 
@@ -70,9 +72,10 @@ class Kernel:
         *,
         shared_bytes: int = 0,
         maps: Sequence[tuple[str, Callable[[int], Any]]] = (),
+        exact: bool = False,
         traced: str = "",
     ) -> None:
-        self._found = device, path, kernel, constants_of(path, constants), shared_bytes, bool(maps), traced
+        self._found = device, path, kernel, constants_of(path, constants), shared_bytes, exact or bool(maps), traced
         self._shape = (*(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes)
         record = np.zeros((), dtype)
         for name, value in values.items():
