@@ -1,5 +1,6 @@
 """Arrays on a GPU: with stand-ins for what a machine without one lacks, and for real."""
 
+import contextlib
 import functools
 import gc
 import sys
@@ -234,15 +235,21 @@ def test_gpu_results_are_the_callers_kind_of_array(name, together):
 
 
 @pytest.mark.parametrize("shape", [(), (7, 0), (2, 1, 5)])
-def test_models_have_no_memory(shape):
+@pytest.mark.parametrize("private", [True, False])
+def test_tensors_are_made_as_by_empty(shape, private):
     torch = library("torch")
-    with torch.inference_mode():
-        model = torch_tensors.model_of(shape, torch.bfloat16, torch.device("cpu"))
-    results = [torch.empty_like(model) for _ in range(2)]
-    assert model.untyped_storage().nbytes() == 0
-    for result in results:
-        assert (result.shape, result.stride()) == (shape, torch.empty(shape).stride())
-        assert result.fill_(1).sum() == result.numel() and not result.is_inference()
+    without = types.SimpleNamespace(_C=None, empty_strided=torch.empty_strided)
+    made = torch_tensors.constructor(torch if private else without, "cpu")
+    assert isinstance(made, types.BuiltinFunctionType) == private
+    for context in (contextlib.nullcontext(), torch.inference_mode()):
+        with context:
+            wanted, found = (
+                torch.empty(shape, dtype=torch.bfloat16),
+                made(shape, torch_tensors.strides_of(shape), torch.bfloat16),
+            )
+        for name in ("shape", "dtype", "device", "requires_grad", "is_leaf"):
+            assert getattr(found, name) == getattr(wanted, name)
+        assert (found.stride(), found.is_inference()) == (wanted.stride(), wanted.is_inference())
 
 
 @pytest.mark.gpu
