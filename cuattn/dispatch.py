@@ -56,6 +56,7 @@ def _is_mask(kind: type) -> bool:
     return issubclass(kind, Mask)
 
 
+@dataclass(slots=True)
 class Call:
     """One call of an operation, as the caller made it.
 
@@ -71,43 +72,39 @@ class Call:
     origin : Origin | None
     out : object
         Where results are wanted: one array, or a sequence with an item for each result; None for new arrays.
-    score : Score | None
-        What the arguments score, score_args and tscore_args say.
+    score, score_args, tscore_args : object
+        The arguments; a function is made a `Score`.
     masks : tuple of Mask
         Those that are no arrays.
     function : callable or None
         A mask that is ``visible(b, h, i, j)``.
     """
 
-    __slots__ = ("arrays", "function", "masks", "operation", "options", "origin", "out", "random", "score")
+    operation: Operation
+    arrays: dict[str, Any]
+    options: Options
+    random: Any = None
+    origin: Origin | None = None
+    out: Any = None
+    score: Any = None
+    score_args: Any = ()
+    tscore_args: Any = None
+    masks: tuple[Mask, ...] = ()
+    function: Any = None
 
-    def __init__(
-        self,
-        operation: Operation,
-        arrays: dict[str, Any],
-        options: Options,
-        random: Any = None,
-        origin: Origin | None = None,
-        out: Any = None,
-        score: Any = None,
-        score_args: Any = (),
-        tscore_args: Any = None,
-    ) -> None:
-        self.operation, self.arrays, self.options = operation, arrays, options
-        self.random, self.origin, self.out = random, origin, out
-        self.score = self.function = None
-        self.masks: tuple[Mask, ...] = ()
-        if score is not None or type(score_args) is not tuple or score_args:
-            self.score = _scoring().Score(score, score_args, arrays, operation, tscore_args)
-        elif tscore_args is not None:
-            raise ArgumentError(f"{operation.label('tscore_args')} is given but score is None; expected None")
-        mask = arrays["mask"]
+    def __post_init__(self) -> None:
+        if self.score is not None or type(self.score_args) is not tuple or self.score_args:
+            self.score = _scoring().Score(self.score, self.score_args, self.arrays, self.operation, self.tscore_args)
+        elif self.tscore_args is not None:
+            label = self.operation.label("tscore_args")
+            raise ArgumentError(f"{label} is given but score is None; expected None")
+        mask = self.arrays["mask"]
         if mask is None:
             return
         if _is_mask(type(mask)):
-            self.masks, arrays["mask"] = mask.parts, None
+            self.masks, self.arrays["mask"] = mask.parts, None
         elif callable(mask):
-            self.function, arrays["mask"] = mask, None
+            self.function, self.arrays["mask"] = mask, None
 
     @property
     def has_runs(self) -> bool | None:
