@@ -7,7 +7,7 @@ from cuattn.cuda import source
 from cuattn.cuda.sm80.backward import STAT_ROWS, Cut
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case, case_of
 from tests.cuda.nvrtc import compile_log
-from tests.cuda.sm80.test_forward_compile import COMPILED, FEATURES, compiles, failures
+from tests.cuda.sm80.test_forward_compile import COMPILED, FEATURES, compiles, once, spills
 from tests.cuda.sm80.test_forward_plan import DEVICES, STATIC_BYTES, problem_of
 
 # What compiles with gradients that are summed, beside the kernels that prepare and round: these ask for no feature.
@@ -64,9 +64,9 @@ def _wide_jobs(case, constants, arch):
         yield case.name, "sm80/bwd_bias.cu", tuple({**constants, **shape}.items()), arch
 
 
-@pytest.mark.parametrize("arch", COMPILED)
-def test_backward_spills(arch):
-    assert not failures(list(backward_jobs(arch)))
+@pytest.mark.parametrize(("name", "path", "constants", "arch"), once(backward_jobs))
+def test_spills(name, path, constants, arch):
+    assert not spills(name, path, constants, arch)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
