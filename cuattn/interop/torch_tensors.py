@@ -55,22 +55,22 @@ class Torch(ArrayOrigin):
         torch, forward_ad, plain = _parts()
         if _in_dual_level(forward_ad):
             return None
-        layouts, addresses = [], []
         try:
-            for value in values:
-                if value is None:
-                    layouts.append(None)
-                    addresses.append(0)
-                    continue
-                if type(value) not in plain or value.is_neg() or (value.requires_grad and torch.is_grad_enabled()):
-                    return None
-                address = value.data_ptr()
-                strides = value.is_contiguous() or value.stride()
-                layouts += value.dtype, value.shape, strides, value.device, address & 15
-                addresses.append(address)
-        except RuntimeError:  # no memory, or no strides
+            kinds, bits = tuple(map(type, values)), 0
+            addresses = [0 if value is None else value.data_ptr() for value in values]
+            given = [value for value in values if value is not None]
+            for address in addresses:
+                bits |= address
+            if not bits & 15:
+                for check, layouts in _met.get(kinds, ()):
+                    if check(*given):
+                        return layouts, addresses
+            layouts = _layouts(torch, plain, values)
+        except (AttributeError, RuntimeError):  # an array of another kind; no memory, or no strides
             return None
-        return tuple(layouts), addresses
+        if layouts is not None and not bits & 15:
+            _meet(torch, kinds, given, layouts)
+        return layouts and (layouts, addresses)
 
     def from_backend(self, array):
         """Return a tensor over the memory of a NumPy array; a tensor as it is."""
@@ -121,6 +121,41 @@ class _FromTorch:
             results.append(memory.new_empty(0, dtype=dtype).set_(storage, start // dtype.itemsize, shape, strides))
             hold(results[-1], held)
         return results, [memory.data_ptr() + start for start in starts], memory
+
+
+def _layouts(torch, plain, values):
+    """Return the layouts of tensors that are memory alone; None if one is more."""
+    layouts = []
+    for value in values:
+        if value is None:
+            layouts.append(None)
+            continue
+        if type(value) not in plain or value.is_neg() or (value.requires_grad and torch.is_grad_enabled()):
+            return None
+        strides = value.is_contiguous() or value.stride()
+        layouts += value.dtype, value.shape, strides, value.device, value.data_ptr() & 15
+    return tuple(layouts)
+
+
+_MET = 4  # sets of tensors, of some types, that others are compared with
+_met = {}  # by types: what compares, and the layouts
+
+
+def _meet(torch, kinds, given, layouts):
+    """Let aligned tensors that look like these be known by one comparison.
+
+    PyTorch makes it before it runs a graph of its compiler: of types, dtypes, devices, sizes, strides, dispatch keys,
+    and of whether they require grad, in a fraction of the time that asking for them takes.  It is private, and false
+    where a tensor is given twice.
+    """
+    if any(value.requires_grad for value in given):  # which matters in grad mode alone
+        return
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if guards.check(*given):
+            _met[kinds] = ((guards.check, layouts), *_met.get(kinds, ())[: _MET - 1])
+    except (AttributeError, TypeError, RuntimeError):  # of another version
+        return
 
 
 def constructor(torch, place):
