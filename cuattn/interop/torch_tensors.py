@@ -56,20 +56,20 @@ class Torch(ArrayOrigin):
         if _in_dual_level(forward_ad):
             return None
         try:
-            kinds, bits = tuple(map(type, values)), 0
-            addresses = [0 if value is None else value.data_ptr() for value in values]
-            given = [value for value in values if value is not None]
+            addresses, bits = [0 if value is None else value.data_ptr() for value in values], 0
             for address in addresses:
                 bits |= address
+            given = [value for value in values if value is not None]
+            key = given[0].shape, *map(type, values)
             if not bits & 15:
-                for check, layouts in _met.get(kinds, ()):
+                for check, layouts in _met.get(key, ()):
                     if check(*given):
                         return layouts, addresses
             layouts = _layouts(torch, plain, values)
         except (AttributeError, RuntimeError):  # an array of another kind; no memory, or no strides
             return None
         if layouts is not None and not bits & 15:
-            _meet(torch, kinds, given, layouts)
+            _meet(torch, key, given, layouts)
         return layouts and (layouts, addresses)
 
     def from_backend(self, array):
@@ -137,25 +137,28 @@ def _layouts(torch, plain, values):
     return tuple(layouts)
 
 
-_MET = 4  # sets of tensors, of some types, that others are compared with
-_met = {}  # by types: what compares, and the layouts
+_MET = 4  # sets of tensors, of some types and with one shape of the first, that others are compared with
+_met = {}  # by that shape and these types: what compares, and the layouts
+_MOST_MET = 1024
 
 
-def _meet(torch, kinds, given, layouts):
+def _meet(torch, key, given, layouts):
     """Let aligned tensors that look like these be known by one comparison.
 
     PyTorch makes it before it runs a graph of its compiler: of types, dtypes, devices, sizes, strides, dispatch keys,
     and of whether they require grad, in a fraction of the time that asking for them takes.  It is private, and false
     where a tensor is given twice.
     """
-    if any(value.requires_grad for value in given):  # which matters in grad mode alone
-        return
+    if len(set(map(id, given))) < len(given) or any([value.requires_grad for value in given]):
+        return  # a gradient that is wanted matters in grad mode alone
     try:
         guards = torch._C._dynamo.guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         if guards.check(*given):
-            _met[kinds] = ((guards.check, layouts), *_met.get(kinds, ())[: _MET - 1])
+            _met[key] = ((guards.check, layouts), *_met.get(key, ())[: _MET - 1])
     except (AttributeError, TypeError, RuntimeError):  # of another version
         return
+    if len(_met) > _MOST_MET:
+        _met.clear()
 
 
 def constructor(torch, place):

@@ -117,7 +117,7 @@ def test_tensors_like_those_that_were_met_are_known_by_one_comparison(monkeypatc
     monkeypatch.setattr(torch_tensors, "_met", {})
     x, k = (torch.randn(4, 8, 8) for _ in range(2))
     layouts, addresses = signature([x, None, k])
-    ((check, _),) = torch_tensors._met[torch.Tensor, type(None), torch.Tensor]
+    ((check, _),) = torch_tensors._met[x.shape, torch.Tensor, type(None), torch.Tensor]
     assert check(x, k) and not check(x, x)
     other = torch.randn(4, 8, 8)
     assert signature([other, None, k])[0] is layouts

@@ -20,7 +20,8 @@ BESIDE = [
 CASES = [
     *((name, D128) for name in scores.SCORES),
     *((name, D64) for name in ("alibi", "relative_table", "pair_bias", "gated", "hidden")),  # one of each kind
-    *((name, case) for name in ("alibi", "relative_table", "gated") for case in BESIDE),
+    *zip(("alibi", "relative_table", "gated"), BESIDE, strict=True),
+    ("gated", BESIDE[0]),
 ]
 
 
