@@ -149,7 +149,7 @@ def _meet(torch, key, given, layouts):
     and of whether they require grad, in a fraction of the time that asking for them takes.  It is private, and false
     where a tensor is given twice.
     """
-    if len(set(map(id, given))) < len(given) or any([value.requires_grad for value in given]):
+    if len(set(map(id, given))) < len(given) or any(value.requires_grad for value in given):
         return  # a gradient that is wanted matters in grad mode alone
     try:
         guards = torch._C._dynamo.guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
