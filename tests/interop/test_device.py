@@ -12,7 +12,7 @@ import pytest
 
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop import to_backend, torch_tensors
-from cuattn.interop.origin import constructor
+from cuattn.interop.origin import CuPy, constructor
 from tests.interop.helpers import BFLOAT16, FLOATS, Producer, library, one
 
 # CUDA, with stand-ins for what a machine without a GPU lacks
@@ -173,6 +173,29 @@ def test_arrays_are_made_as_by_their_class(shape):
         assert getattr(found, name) == getattr(wanted, name)
     assert type(found) is cupy.ndarray and found.data.ptr == memory.ptr
     assert constructor(type("ndarray", (), {})).__name__ == "ndarray"  # without an inner constructor
+
+
+@pytest.mark.parametrize("rows", [5, 1 << 18])
+def test_small_results_share_a_piece_of_memory(rows):
+    cupy = library("cupy")
+    taken = []
+
+    def allocate(size):
+        taken.append(size)
+        memory = cupy.cuda.UnownedMemory(4096 << 10 * len(taken), size, None, 0)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+    cupy.cuda.set_allocator(allocate)
+    try:
+        wanted = [((rows, 8), BFLOAT16), ((rows,), np.dtype(np.float32))]
+        results, addresses, scratch = CuPy.at(0).allocator(wanted)(100, False, ())
+    finally:
+        cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+    assert [(x.shape, x.dtype) for x in results] == wanted and scratch.mem.size == 100
+    assert [x.data.ptr for x in results] + [scratch.ptr] == addresses
+    first, second = (x.data.mem for x in results)
+    assert (first is second) == (rows == 5) and len(taken) == (2 if rows == 5 else 3)
+    assert addresses[1] - addresses[0] >= 16 * rows and addresses[1] % 256 == 0
 
 
 @pytest.mark.usefixtures("events")
