@@ -55,22 +55,21 @@ class Torch(ArrayOrigin):
         torch, forward_ad, plain = _parts()
         if _in_dual_level(forward_ad):
             return None
+        given, key = [value for value in values if value is not None], None
         try:
-            addresses, bits = [0 if value is None else value.data_ptr() for value in values], 0
-            for address in addresses:
-                bits |= address
-            given = [value for value in values if value is not None]
-            key = given[0].shape, *map(type, values)
-            if not bits & 15:
+            if len(given) > 1 and given[0] is not given[1]:  # one that is given twice is like no other
+                key = given[0].shape, *map(type, values)
                 for check, layouts in _met.get(key, ()):
                     if check(*given):
-                        return layouts, addresses
-            layouts = _layouts(torch, plain, values)
+                        addresses = [0 if value is None else value.data_ptr() for value in values]
+                        if not [address for address in addresses if address & 15]:
+                            return layouts, addresses
+            seen = _seen(torch, plain, values)
         except (AttributeError, RuntimeError):  # an array of another kind; no memory, or no strides
             return None
-        if layouts is not None and not bits & 15:
-            _meet(torch, key, given, layouts)
-        return layouts and (layouts, addresses)
+        if key is not None and seen is not None:
+            _meet(torch, key, given, *seen)
+        return seen
 
     def from_backend(self, array):
         """Return a tensor over the memory of a NumPy array; a tensor as it is."""
@@ -123,18 +122,20 @@ class _FromTorch:
         return results, [memory.data_ptr() + start for start in starts], memory
 
 
-def _layouts(torch, plain, values):
-    """Return the layouts of tensors that are memory alone; None if one is more."""
-    layouts = []
+def _seen(torch, plain, values):
+    """Return the layouts and addresses of tensors that are memory alone; None if one is more."""
+    layouts, addresses = [], []
     for value in values:
         if value is None:
             layouts.append(None)
+            addresses.append(0)
             continue
         if type(value) not in plain or value.is_neg() or (value.requires_grad and torch.is_grad_enabled()):
             return None
-        strides = value.is_contiguous() or value.stride()
-        layouts += value.dtype, value.shape, strides, value.device, value.data_ptr() & 15
-    return tuple(layouts)
+        address = value.data_ptr()
+        layouts += value.dtype, value.shape, value.is_contiguous() or value.stride(), value.device, address & 15
+        addresses.append(address)
+    return tuple(layouts), addresses
 
 
 _MET = 4  # sets of tensors, of some types and with one shape of the first, that others are compared with
@@ -142,15 +143,17 @@ _met = {}  # by that shape and these types: what compares, and the layouts
 _MOST_MET = 1024
 
 
-def _meet(torch, key, given, layouts):
+def _meet(torch, key, given, layouts, addresses):
     """Let aligned tensors that look like these be known by one comparison.
 
     PyTorch makes it before it runs a graph of its compiler: of types, dtypes, devices, sizes, strides, dispatch keys,
     and of whether they require grad, in a fraction of the time that asking for them takes.  It is private, and false
     where a tensor is given twice.
     """
-    if len(set(map(id, given))) < len(given) or any(value.requires_grad for value in given):
+    if any(address & 15 for address in addresses) or any(value.requires_grad for value in given):
         return  # a gradient that is wanted matters in grad mode alone
+    if len(set(map(id, given))) < len(given):
+        return
     try:
         guards = torch._C._dynamo.guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         if guards.check(*given):
