@@ -52,6 +52,7 @@ def test_one_kernel_or_two():
     assert Cut(problem(softcap=3.0, band=CAUSAL)).fused and not Cut(problem(softcap=3.0)).split_delta
     assert "turns" in Cut(problem(64, deterministic=True)).note
     assert "fixed order" in Cut(problem(256)).note
+    assert [Cut(problem(192, 128, **changes)).keys.block_n for changes in ({}, {"softcap": 3.0})] == [128, 64]
 
 
 def test_scratch_holds_whole_tiles():
@@ -196,6 +197,9 @@ VARIANTS = [
     problem(128, softcap=3.0, masks=("column",)),
     problem(192, 128, band=CAUSAL),
     problem(256),
+    # Few rows, one key tile.
+    *(problem(64, batch=(64,), n_queries=200, n_keys=200, masks=masks) for masks in ((), ("column", "boolean"))),
+    *(problem(d, n_queries=500, n_keys=77, band=WINDOW) for d in (64, 128)),
     problem(256, masks=("column",), dropout=6554, softcap=3.0, band=WINDOW),
     problem(256, masks=("block",)),
     problem(64, deterministic=True, band=CAUSAL),

@@ -158,10 +158,13 @@ def test_where_causal_key_tiles_are_counted(changes, counted):
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
-        ({"batch": (1,), "n_queries": 2048, "n_keys": 2048}, 128),  # 256 tiles in two rounds, where 176 take two, too
+        ({"batch": (1,), "n_queries": 2048, "n_keys": 2048}, 256),  # 128 tiles are one round, where 176 are two
+        ({"batch": (1,), "n_queries": 2048, "n_keys": 2048, "band": CAUSAL}, 128),  # 256 in two rounds
+        ({"batch": (8,), "n_queries": 512, "n_keys": 512}, 256),
         ({"batch": (1,), "n_queries": 2048, "n_keys": 2048, "twin": True}, 192),
         ({"batch": (8,)}, 192),
-        ({"batch": (1,), "heads": 2, "kv_heads": 2, "n_queries": 16384, "n_keys": 16384}, 192),
+        ({"batch": (1,), "heads": 2, "kv_heads": 2, "n_queries": 16384, "n_keys": 16384}, 256),
+        ({"batch": (32,), "n_queries": 577, "n_keys": 577}, 192),  # twelve rounds of 256 rows are longer than sixteen
     ],
 )
 def test_heights_of_tiles(changes, rows):
