@@ -29,6 +29,7 @@ from bench.harness import Point
 from cuattn import distributed, masks
 from cuattn.distributed import Layout, connect, spawn
 from cuattn.distributed.arrays import gathered
+from cuattn.distributed.comm import Alone
 from cuattn.distributed.model import Rates, Size, least, options_of, rates_of
 from cuattn.distributed.work import work_of
 
@@ -209,18 +210,7 @@ def alone(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
     call = functools.partial(cuattn.forward, q, k, v, **options, **first)
     if case.direction == "backward":
         call = functools.partial(cuattn.backward, do, q, k, v, call(), **options, **exact)
-    return samples(call, connect(None) if comm.size == 1 else _Single(), device, seconds, case.n)
-
-
-class _Single:
-    """A comm of one rank, whatever has started the others."""
-
-    def barrier(self) -> None:
-        """Return at once."""
-
-    def allgather(self, obj: Any) -> list[Any]:
-        """Return the object."""
-        return [obj]
+    return samples(call, Alone(), device, seconds, case.n)
 
 
 def ulysses(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
@@ -282,7 +272,7 @@ def measure(ranks: Ranks, arguments: Any, case: Case) -> dict[str, dict[str, Any
     one, many = statistics.median(single), statistics.median(found["samples"])
     layout, flops = Layout.contiguous(case.n, 1), case.size.flops
     elements = work_of(layout, layout, visible(case.mask, case.n)).elements.sum()
-    link_rate = ranks.run(_link, device, min(MESSAGE, case.n << 13))
+    link_rate = link_of(ranks, device, min(MESSAGE, case.n << 13))
     rates = rates_of("cuda" if device == "cuda" else "cpu", 2, ranks.size)
     rates = Rates(
         elements * flops / one, link_rate, link_rate, rates.memory, rates.latency, ranks.size, rates.overlapped
@@ -306,16 +296,9 @@ def measure(ranks: Ranks, arguments: Any, case: Case) -> dict[str, dict[str, Any
 
 
 @functools.cache
-def _known_link(size: int) -> list[float]:
-    return []
-
-
-def _link(comm: Any, device: str, size: int) -> float:
-    known = _known_link(size)
-    rate = link(comm, device, size) if not known else known[0]
-    comm.barrier()
-    known[:] = [rate]
-    return rate
+def link_of(ranks: Ranks, device: str, size: int) -> float:
+    """Return the rate of messages of a size, measured once."""
+    return ranks.run(link, device, size)
 
 
 def predict(case: Case, ranks: int, rates: Rates, algorithm: str) -> float:

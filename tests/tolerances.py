@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Verdict", "assert_close", "bound", "eps", "judge", "max_error"]
+__all__ = ["Verdict", "assert_close", "assert_same", "bound", "eps", "judge", "max_error"]
 
 FACTOR = 2.0  # the textbook's own error may be exceeded by this factor
 
@@ -35,6 +35,14 @@ def max_error(actual, exact) -> float:
     """Largest absolute difference; equal infinities and NaNs in the same place differ by 0."""
     actual, exact = np.asarray(actual).astype(np.longdouble), np.asarray(exact).astype(np.longdouble)
     return float(_distance(np, actual, exact).max(initial=0))
+
+
+def assert_same(results, others) -> None:
+    """Assert that results are equal, number by number, and None where the others are."""
+    for one, other in zip(results, others, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            np.testing.assert_array_equal(one, other)
 
 
 def bound(exact, textbook, dtype, magnitude=0.0) -> float:

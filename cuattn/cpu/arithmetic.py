@@ -154,7 +154,7 @@ def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:
 
 def visible_bits(hidden: Sequence[ndarray], shape: tuple[int, int], dtype: np.dtype) -> ndarray:
     """Return as bits, see :func:`hide`, what no array of some hides; bool, they broadcast to a shape (keys, rows)."""
-    bits = np.broadcast_to(reduce(or_, hidden), shape).view(np.int8)
+    bits = np.broadcast_to(reduce(or_, hidden or [np.False_]), shape).view(np.int8)
     if bits.strides[0] < bits.strides[1]:  # as in a caller's array of (rows, keys)
         bits = transposed(bits.T)
     return np.subtract(bits, 1, dtype=np.int8).astype(dtype)
@@ -189,21 +189,32 @@ class RowWeights(NamedTuple):
     reference: ndarray | None  # what scores are relative to; None for 0 throughout
     factors: ndarray  # make probabilities of exponentials
     delta: ndarray  # D of algorithm 4, line 19, less dlse
+    tdelta: ndarray | None  # its tangent, and
+    mean: ndarray | None  # that of lse, the mean of the tangents of scores; None where there are none
 
 
 def row_weights(rows: Mapping[str, ndarray]) -> RowWeights:
-    """Return the weights of rows, given their do, o, l, m and perhaps dlse."""
-    do, o, l, m = (rows[name] for name in ("do", "o", "l", "m"))
-    delta = np.vecdot(do, o, dtype=l.dtype, casting="unsafe")
+    """Return the weights of rows, given their do, o, l, m and perhaps dlse; and to, tlse and perhaps tdo."""
+    l, m = rows["l"], rows["m"]
+
+    def dot(x: str, y: str) -> ndarray:
+        return np.vecdot(rows[x], rows[y], dtype=l.dtype, casting="unsafe")
+
+    found = [dot("do", "o")]
     if "dlse" in rows:
-        delta -= rows["dlse"]
+        found[0] -= rows["dlse"]
+    if "to" in rows:
+        found += [dot("do", "to"), np.array(rows["tlse"])]
+    if "tdo" in rows:
+        found[1] += dot("tdo", "o")
     empty, reference = None, reference_of(m)
     if reference is not None:  # as where a row is empty
         empty = l == 0
-        delta[empty] = 0
+        for x in found:
+            x[empty] = 0
         m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
         empty, reference = (x if x.any() else None for x in (empty, reference))
-    return RowWeights(empty, reference, 1 / (l * exponential(m)), delta)
+    return RowWeights(empty, reference, 1 / (l * exponential(m)), *found, *[None] * (3 - len(found)))
 
 
 def differentiate_scores(ds: ndarray, p: ndarray, delta: ndarray, *, careful: bool) -> None:
@@ -212,41 +223,6 @@ def differentiate_scores(ds: ndarray, p: ndarray, delta: ndarray, *, careful: bo
     np.multiply(ds, p, ds)
     if careful:
         ds[p == 0] = 0  # 0 * NaN and 0 * inf
-
-
-def differentiate_softcap(ds: ndarray, tanh: ndarray, softcap: float, *, careful: bool) -> None:
-    """Turn derivatives by scores into those by the products that went into the cap; overwrites its tanh."""
-    np.multiply(tanh, tanh, tanh)
-    np.subtract(1, tanh, tanh)
-    if careful:
-        tanh[np.isnan(tanh)] = 0  # where ds is 0, as what is hidden, or NaN
-    ds *= np.multiply(tanh, softcap, tanh)
-
-
-def move_softcap(t: ndarray, tanh: ndarray, slope: ndarray, softcap: float) -> None:
-    """Turn tangents of the products that go into the cap into those of scores.
-
-    `slope` becomes the derivative of scores by the products, and `tanh` the tangent of that.
-    """
-    np.multiply(tanh, tanh, slope)
-    np.subtract(1, slope, slope)
-    slope *= softcap
-    t *= slope
-    tanh *= t
-    tanh *= -2
-
-
-def differentiate_moved_softcap(ds: ndarray, tds: ndarray, slope: ndarray, bend: ndarray, *, careful: bool) -> None:
-    """Turn derivatives by scores and their tangents into those by products; the last two are as `move_softcap` says.
-
-    Both are overwritten.
-    """
-    if careful:
-        for factor in (slope, bend):
-            factor[np.isnan(factor)] = 0  # where ds is 0, as what is hidden, or NaN
-    tds *= slope
-    tds += np.multiply(bend, ds, out=bend)
-    ds *= slope
 
 
 def transposed(x: ndarray) -> ndarray:

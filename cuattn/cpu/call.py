@@ -1,7 +1,7 @@
 """Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,9 @@ from numpy import ndarray
 from cuattn.cpu import threads
 from cuattn.cpu.arithmetic import BASE_2, SUM
 from cuattn.cpu.backward import BackwardWalk
-from cuattn.cpu.backward_jvp import BackwardJvpWalk
 from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
-from cuattn.cpu.direct_jvp import DirectJvp
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
-from cuattn.cpu.jvp import JvpWalk
 from cuattn.cpu.pairs import Pairs, with_bias
 from cuattn.cpu.score import Scores
 from cuattn.cpu.task import Arrays
@@ -189,17 +186,8 @@ def _threads(task: Tiles | WholeHeads) -> int:
     return threads.useful(sum(task.sizes), nanoseconds(task.problem))
 
 
-_WALKS: dict[str, Callable[[Tiles], ForwardWalk | BackwardWalk]] = {
-    "forward": ForwardWalk,
-    "backward": BackwardWalk,
-    "jvp": JvpWalk,
-    "backward_jvp": BackwardJvpWalk,
-    "double_backward": BackwardJvpWalk,
-}
-
-
 def _worker(task: Tiles | WholeHeads) -> Direct | ForwardWalk | BackwardWalk:
     """Return what computes items of a task in one thread."""
-    if isinstance(task, Tiles):
-        return _WALKS[task.problem.operation](task)
-    return (Direct if task.problem.operation in ("forward", "backward") else DirectJvp)(task)
+    if not isinstance(task, Tiles):
+        return Direct(task)
+    return (BackwardWalk if task.replays else ForwardWalk)(task)

@@ -18,7 +18,6 @@ from cuattn.cpu.arithmetic import (
     RowWeights,
     add_bias,
     differentiate_scores,
-    differentiate_softcap,
     exponentials,
     exponentiate,
     fold,
@@ -34,7 +33,8 @@ from cuattn.cpu.arithmetic import (
 )
 from cuattn.cpu.blocks import SMALL_PRODUCT, place_of
 from cuattn.cpu.buffers import Buffers
-from cuattn.cpu.score import Scores, Stretch, Term
+from cuattn.cpu.score import Scores, Stretch, Term, Values
+from cuattn.cpu.softcap import Softcap
 from cuattn.cpu.task import Task
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import OPERATIONS, Problem
@@ -78,7 +78,7 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
     heads = max(math.prod([part.stop - part.start for part in index]) for index in batches)
     replays = OPERATIONS[problem.operation].replays
     names = ["s", "ds" if replays else "halves", *["tanh"] * (problem.softcap is not None)]
-    if "jvp" in problem.operation or problem.operation == "double_backward":
+    if problem.operation not in ("forward", "backward"):
         names += ["t", "u", *["tds"] * replays, *["slope"] * (problem.softcap is not None)]
     sizes = dict.fromkeys(names, heads * rows * keys)
     widths = {"q": problem.head_dim, "columns": max(problem.head_dim, problem.head_dim_v)}
@@ -127,6 +127,8 @@ class Direct:
         self.group, self.rows = self.problem.group, self.problem.group * self.problem.n_queries
         self._last_shown: dict[tuple, ndarray] = {}  # bits, by the instances of masks whose they are
         self._last_biases: dict[str, tuple] = {}  # by name: its place, and a copy
+        self.cap = None if self.problem.softcap is None else Softcap(self.problem.softcap, self.buffers)
+        self.moved: Values = {}  # tangents of what the score function gives
 
     def __call__(self, item: tuple[Index, AbstractContextManager]) -> None:
         """Compute a batch; again, with care for what is hidden, if something is not a finite number."""
@@ -181,6 +183,34 @@ class Direct:
             columns = copy
         return np.matmul(self.operands[keys], columns, s)
 
+    def sum_of_products(self, out: str, terms: list[tuple[str, ndarray | None]]) -> ndarray:
+        """Return a sum of products of k, v or their tangents with rows; those that are not there are 0."""
+        there = [(keys, rows) for keys, rows in terms if keys in self.operands and rows is not None]
+        if not there:
+            total = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows)
+            total.fill(0)
+            return total
+        total = self.products(out, *there[0])
+        for keys, rows in there[1:]:
+            total += self.products("u", keys, rows)
+        return total
+
+    def weigh(self, terms: list[tuple[str, ndarray | None, ndarray | None]], *, careful: bool) -> dict[str, ndarray]:
+        """Return sums of weights, (..., keys, rows), times rows or keys, by the results that they are; None is 0."""
+        found: dict[str, ndarray] = {}
+        for name, weights, data in terms:
+            if name not in self.task.results:
+                continue
+            of_rows, width = name[-1] in "oq", self.problem.head_dim_v if name[-1] in "ov" else self.problem.head_dim
+            shape = *self.lead, self.rows if of_rows else self.problem.n_keys, width
+            if weights is None or data is None:
+                made = np.zeros(shape, self.dtype)
+            else:
+                out = np.empty(shape, self.dtype) if name in found else self.result(name, *shape)
+                made = product(weights.swapaxes(-1, -2) if of_rows else weights, data, out, careful=careful)
+            found[name] = found[name] + made if name in found else made
+        return found
+
     def to_scores(self, x: ndarray | None) -> ndarray | None:
         """Return what there is for each row with axes like those of scores, (..., 1, rows)."""
         return None if x is None else x.reshape(*self.lead, 1, self.rows)
@@ -206,15 +236,30 @@ class Direct:
         s = self.products("s", "k", q if few else np.multiply(q, self.task.factor, self.buffers.get("q", *q.shape)))
         if few:
             s *= self.task.factor
-        if self.problem.softcap is not None:
-            self.tanh = np.tanh(s, self.buffers.get("tanh", *s.shape))
-            np.multiply(self.tanh, self.problem.softcap, s)
+        if self.cap is not None:
+            self.cap(s)
         if self.task.score is not None:
             self.stretch = self._stretch_of(self.task.score)
             self.slopes = self.stretch(self.by_head(s), 0)
         if "bias" in self.operands:
             add_bias(self.by_group(s), self.bias("bias"), careful=careful)
         return s
+
+    def tangents(self, q: ndarray, p: ndarray, *, careful: bool) -> ndarray:
+        """Return the tangents of the scores, which were made last; p says which of them are seen."""
+        tq = self.rows_of("tq") if "tq" in self.operands else None
+        t = self.sum_of_products("t", [("k", tq), ("tk", q)])
+        t *= self.task.factor
+        if self.cap is not None:
+            self.cap.move(t)
+        if self.task.score is not None:
+            self.moved = self.stretch.move(self.by_head(t), self.slopes)
+        if "tbias" in self.operands:
+            by_group = self.by_group(t)
+            by_group += self.bias("tbias")
+        if careful:
+            t[p == 0] = 0
+        return t
 
     def bias(self, name: str) -> ndarray:
         """Return a bias, contiguous, with axes (..., keys, group, queries); kept for batches that have the same."""
@@ -258,20 +303,30 @@ class Direct:
         return (self._backward if self.task.replays else self._forward)(careful=careful)
 
     def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
-        """Return o and, if they are wanted, l and m."""
-        s, statistics = self.scores(self.rows_of("q"), careful=careful), self.problem.statistics
+        """Return o and, if they are wanted, l, m and the tangents of o and lse."""
+        q, v, statistics = self.rows_of("q"), self.operands["v"], self.problem.statistics
+        s = self.scores(q, careful=careful)
         if not statistics and max(s.max(), -s.min()) <= WINDOW:  # then all references are 0, whatever is hidden
             m, reference, p = None, None, exponentiate(s)
             self.hide(p)
         else:
             m, reference, p = self.exponentials(s)
         l = self.sum(p)
-        o = self.result("o", *l.shape, self.problem.head_dim_v)
-        product(p.swapaxes(-1, -2), self.operands["v"], o, careful=careful)
-        if not (careful or is_finite(o, l)):
+        below, results = np.where(l == 0, 1, l), self.weigh([("o", p, v)], careful=careful)
+        if self.task.along:
+            tp, mean = None, np.zeros_like(l)
+            if self.problem.moves:
+                tp = self.tangents(q, p, careful=careful)
+                mean = self.sum(np.multiply(p, tp, self.buffers.get("u", *tp.shape))) / below
+                tp -= self.to_scores(mean)
+                tp *= p
+            results |= self.weigh([("to", p, self.operands.get("tv")), ("to", tp, v)], careful=careful)
+            results["tlse"] = mean
+        if not (careful or is_finite(l, *results.values())):
             return None
-        o /= np.where(l == 0, 1, l)[..., None]
-        return {"o": o} | (statistics_of(l, m, reference) if statistics else {})
+        for name in results.keys() & {"o", "to"}:
+            results[name] /= below[..., None]
+        return results | (statistics_of(l, m, reference) if statistics else {})
 
     def exponentials(self, s: ndarray) -> tuple[ndarray, ndarray | None, ndarray]:
         """Return the highest scores, what rows are relative to, and in place of the scores their exponentials."""
@@ -286,26 +341,49 @@ class Direct:
         return fold(np.add, p, self.buffers.get("halves", p.size))
 
     def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
-        """Return the gradients."""
-        problem, operands, weights = self.problem, self.operands, row_weights(self.operands)
-        q, do = (self.rows_of(name, weights.empty) for name in ("q", "do"))
+        """Return the gradients and, if they are wanted, their tangents."""
+        operands, weights = self.operands, row_weights(self.operands)
+        names = ("q", "do", "tq", "tdo")
+        rows = {name: self.rows_of(name, weights.empty) for name in names if name in operands}
+        q, do, tq, tdo = map(rows.get, names)
         p = self.probabilities(q, weights, careful=careful)
-        ds = self.products("ds", "v", do)
+        ds, tp, tds = self.products("ds", "v", do), None, None
         differentiate_scores(ds, p, self.to_scores(weights.delta), careful=careful)
-        results = {"dv": product(p, do, self.result("dv", *p.shape[:-1], problem.head_dim_v), careful=careful)}
-        if "dbias" in self.task.results:
-            results["dbias"] = self.sum_bias("dbias", ds)
+        if self.task.along:
+            tp, tds = self._tangents(rows, weights, p, ds, careful=careful)
+        results = self.weigh([("dv", p, do), ("tdv", tp, do), ("tdv", p, tdo)], careful=careful)
+        biases = {name: x for name, x in (("dbias", ds), ("tdbias", tds)) if name in self.task.results}
+        results |= {name: self.sum_bias(name, x) for name, x in biases.items()}
         if self.task.score is not None:
-            self.terms = self.stretch.differentiate(self.by_head(ds), self.slopes, 0)
-        if problem.softcap is not None:
-            differentiate_softcap(ds, self.tanh, problem.softcap, careful=careful)
-        ds *= self.task.factor
-        results["dk"] = product(ds, q, self.result("dk", *p.shape[:-1], problem.head_dim), careful=careful)
-        dq = self.result("dq", *q.shape)
-        product(ds.swapaxes(-1, -2), operands["k"], dq, careful=careful)
-        if not (careful or is_finite(results["dk"], dq)):  # of dv only sums of finite terms may be infinite then
-            return None
-        return results | {"dq": dq.reshape(*self.heads, problem.n_queries, problem.head_dim)}
+            of_heads = None if tds is None else self.by_head(tds)
+            self.terms = self.stretch.differentiate(self.by_head(ds), self.slopes, 0, of_heads, self.moved)
+        if self.cap is not None:
+            self.cap.differentiate(ds, tds, careful=careful)
+        for x in (ds,) if tds is None else (ds, tds):
+            x *= self.task.factor
+        k, tk = operands["k"], operands.get("tk")
+        results |= self.weigh([("dk", ds, q), ("tdk", tds, q), ("tdk", ds, tq)], careful=careful)
+        of_rows = self.weigh([("dq", ds, k), ("tdq", tds, k), ("tdq", ds, tk)], careful=careful)
+        results |= {name: x.reshape(*self.heads, -1, self.problem.head_dim) for name, x in of_rows.items()}
+        # Of dv alone only sums of finite terms may be infinite then.
+        finite = careful or is_finite(*[x for name, x in results.items() if tds is not None or name in ("dq", "dk")])
+        return results if finite else None
+
+    def _tangents(
+        self, rows: dict[str, ndarray], weights: RowWeights, p: ndarray, ds: ndarray, *, careful: bool
+    ) -> tuple[ndarray | None, ndarray]:
+        """Return the tangents of P, None for 0, and of its scores' derivatives."""
+        tds = self.sum_of_products("tds", [("tv", rows["do"]), ("v", rows.get("tdo"))])
+        differentiate_scores(tds, p, self.to_scores(weights.tdelta), careful=careful)
+        if not self.problem.moves:
+            return None, tds
+        t = self.tangents(rows["q"], p, careful=careful)
+        t -= self.to_scores(weights.mean)
+        if careful:
+            t[p == 0] = 0
+        tds += np.multiply(t, ds, self.buffers.get("u", *t.shape))
+        t *= p
+        return t, tds
 
     def probabilities(self, q: ndarray, weights: RowWeights, *, careful: bool) -> ndarray:
         """Return P."""

@@ -3,6 +3,10 @@
 Every sum over tiles runs in the order of the tiles, one tile after the other, and what is decided for a row depends on
 its own scores alone.  So a tile that contributes nothing may be skipped or visited, and it does not matter which heads
 are taken at once: the bits of the result are the same.
+
+A score's tangent counts as far as it differs from the row's mean, which is the tangent of lse.  So it is taken relative
+to a centre, the mean over the keys so far: where the centre moves, what was weighed relative to the old one is moved by
+as many times the sum of values.  Otherwise tangents that are large and nearly constant along a row would cancel.
 """
 
 import numpy as np
@@ -27,12 +31,15 @@ from cuattn.cpu.walk import Item, Tiles, Walk
 
 
 class ForwardWalk(Walk):
-    """Computes items of work in one thread: algorithm 2, with the loops exchanged."""
+    """Computes items of work in one thread: algorithm 2, with the loops exchanged, perhaps along tangents."""
 
-    def __init__(self, task: Tiles, **widths: int) -> None:
-        width, tiles = task.problem.head_dim_v, task.blocks.step + 1
-        own = {"o": width, "weighed": tiles * width, "sums": tiles, "halves": UNIT}
-        super().__init__(task, own | widths)
+    def __init__(self, task: Tiles) -> None:
+        width, tiles, d = task.problem.head_dim_v, task.blocks.step + 1, task.problem.head_dim
+        widths = {"o": width, "weighed": tiles * width, "sums": tiles, "halves": UNIT}
+        if task.along:
+            widths |= {"to": width, "tq": d, "tq transposed": d}
+            widths |= dict.fromkeys("tu" if task.problem.moves else "", task.blocks.step * task.blocks.keys)
+        super().__init__(task, widths)
         self._ones = np.ones((1, self.blocks.keys), self.dtype)
 
     def __call__(self, item: Item) -> None:
@@ -40,40 +47,58 @@ class ForwardWalk(Walk):
         self.turn_to(item)
         self._load_rows()
         self._attend(careful=False)
-        if not is_finite(*self._totals()):
+        if not is_finite(*self._outputs.values(), self._l, self._centre):
             self._attend(careful=True)
         self._finish()
 
     def _load_rows(self) -> None:
-        queries = self.item.group.of_queries(self.task.operands["q"], self.item.rows)
-        upright, self._q = self.load("q", queries, self.task.factor)
+        rows = {
+            name: self.load(name, self.item.group.of_queries(x, self.item.rows), self.task.factor)
+            for name, x in self.task.operands.items()
+            if name in ("q", "tq")
+        }
+        upright, self._q = rows["q"]
+        _, self._tq = rows.get("tq", (None, None))
         self._bounded = self.bounded(longest_of(upright))
-
-    def _totals(self) -> list[ndarray]:
-        """Return the sums over keys."""
-        return [self._o, self._l]
 
     def _attend(self, *, careful: bool) -> None:
         """Take the row tiles through the tiles that they see."""
-        self._o = self._total("o")
-        self._l, self._reference = np.zeros((2, self.members, self.blocks.rows), self.dtype)
+        shape = self.members, self.blocks.rows, self.problem.head_dim_v
+        self._outputs = {name: self.buffers.get(name, *shape) for name in ("o", "to") if name in self.task.results}
+        for total in self._outputs.values():
+            total.fill(0)
+        self._l, self._reference, self._centre = np.zeros((3, self.members, self.blocks.rows), self.dtype)
         self._m = np.full_like(self._reference, -np.inf)
         for part in self.item.parts:
             self._advance(part, careful=careful)
-
-    def _total(self, name: str) -> ndarray:
-        """Return a sum of values, 0 yet."""
-        total = self.buffers.get(name, self.members, self.blocks.rows, self.problem.head_dim_v)
-        total.fill(0)
-        return total
 
     def _advance(self, part: Part, *, careful: bool) -> None:
         """Take the row tiles through a part of their tiles: algorithm 2, lines 10 to 16."""
         p = self._exponentials(part, careful=careful)  # lines 10 to 13
         self._sum(self._l, p)
-        if self.task.dropout is not None:
-            self.drop(p, self.dropped(part))  # line 14
-        self._weigh(self._o, p, part, "v", careful=careful)  # lines 15 and 16
+        tp = self._centred(part, p, careful=careful) if self.problem.moves else None
+        dropped = [] if self.task.dropout is None else list(self.dropped(part))
+        for weights in (p,) if tp is None else (p, tp):
+            self.drop(weights, dropped)  # line 14
+        for name, weights, values in (("o", p, "v"), ("to", tp, "v"), ("to", p, "tv")):
+            if weights is not None and name in self._outputs and values in self.tiles:
+                self._weigh(self._outputs[name], weights, part, values, careful=careful)  # lines 15 and 16
+
+    def _centred(self, part: Part, p: ndarray, *, careful: bool) -> ndarray:
+        """Return weights times the scores' tangents relative to the centre, which is moved to the mean so far."""
+        t = self.make_tangents(part, self._q, self._tq)
+        if careful:
+            t[p == 0] = 0
+        if self._centre.any():
+            t -= self._centre[:, None, None]
+        delta = np.zeros_like(self._l)
+        self._sum(delta, np.multiply(p, t, self.buffers.get("u", *p.shape)))
+        delta /= np.where(self._l == 0, 1, self._l)
+        self._centre += delta
+        self._outputs["to"] -= delta[..., None] * self._outputs["o"]
+        t -= delta[:, None, None]
+        t *= p
+        return t
 
     def _exponentials(self, part: Part, *, careful: bool) -> ndarray:
         """Return the exponentials of a part's scores, to which statistics and sums are adapted."""
@@ -117,15 +142,12 @@ class ForwardWalk(Walk):
         if away.any():
             moved = np.where(away, m, reference)
             shrink = np.where(seen, exponential(reference - moved), 0)
-            self._shrink(shrink)
+            self._l *= shrink
+            for total in self._outputs.values():
+                total *= shrink[..., None]
             reference[...] = moved
         if reference.any():
             s -= reference[:, None, None]
-
-    def _shrink(self, factor: ndarray) -> None:
-        """Multiply the sums of rows by factors."""
-        self._l *= factor
-        self._o *= factor[..., None]
 
     def _highest(self, s: ndarray) -> ndarray:
         """Return the highest score of each row of (members, tiles, keys, rows)."""
@@ -134,12 +156,15 @@ class ForwardWalk(Walk):
 
     def _finish(self) -> None:
         """Write the results of an item: algorithm 2, lines 15 and 16, once for all."""
-        self._below = np.where(self._l == 0, 1, self._l)
-        self._below *= self.dtype.type(1 / self.problem.dropout_scale)
-        self._write("o", self._o, self._below)
+        below = np.where(self._l == 0, 1, self._l)
+        below *= self.dtype.type(1 / self.problem.dropout_scale)
+        for name, total in self._outputs.items():
+            self._write(name, total, below)
         if self.problem.statistics:
             for name, values in statistics_of(self._l, self._m, self._reference).items():
                 self._write(name, values)
+        if self.task.along:
+            self._write("tlse", self._centre)
 
     def _write(self, name: str, values: ndarray, below: ndarray | None = None) -> None:
         """Write a result of the rows that exist, divided by what is `below`."""

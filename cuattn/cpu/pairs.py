@@ -13,7 +13,7 @@ import numpy as np
 from numpy import ndarray
 
 from cuattn.problem import Place, Problem
-from cuattn.tracing import Node, addend
+from cuattn.tracing import Node, addend, weights
 from cuattn.tracing.build import substitute
 from cuattn.tracing.graph import constant, order, variable
 
@@ -88,15 +88,10 @@ def term_of(root: Node) -> tuple[tuple[int, tuple[Node, ...]], Node] | None:
     >>> term_of(trace(lambda s, b, h, i, j, x=np.ones((2, 4, 4)): s - h + x[h, i, j]).root)
     ((0, (h, i, j)), subtract(s, to_float(h)))
     """
-    waiting, nodes = [addend(root)], order(root)
-    while waiting and waiting[-1] is not None:
-        node = waiting.pop()
-        if node.op in ("add", "subtract"):
-            waiting += node.args[: 2 if node.op == "add" else 1]
-        elif node.op == "load" and node.kind == "f" and _is_pair(node.args):
-            reads = [x for x in nodes if (x.op, x.value) == (node.op, node.value)]
-            if len(reads) == 1 and sum(x.args.count(node) for x in nodes) == 1:
-                return (node.value, node.args), substitute(root, {node: constant(0.0)})
+    for node in reversed(order(root)) if addend(root) else ():
+        by_pair = node.op == "load" and node.kind == "f" and _is_pair(node.args)
+        if by_pair and [read.weight for read in weights(root, node.value)] == [constant(1.0)]:
+            return (node.value, node.args), substitute(root, {node: constant(0.0)})
     return None
 
 

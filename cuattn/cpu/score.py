@@ -257,8 +257,10 @@ class Stretch:
             t += values["along"]
         return moved
 
-    def differentiate(self, ds: ndarray, values: Values, first: int) -> list[Term]:
-        """Turn derivatives by the function's values into those by the scores that went into it.
+    def differentiate(
+        self, ds: ndarray, values: Values, first: int, tds: ndarray | None = None, moved: Values | None = None
+    ) -> list[Term]:
+        """Turn derivatives by the function's values, and their tangents, into those by the scores that went into it.
 
         Parameters
         ----------
@@ -267,25 +269,24 @@ class Stretch:
             What the call returned for these scores.
         first : int
             The first of their keys.
+        tds : ndarray, optional
+            Tangents of the derivatives; None: there are none.
+        moved : dict of str to ndarray, optional
+            What `move` returned for these scores, where they have tangents.
 
         Returns
         -------
         list of Term
             Of the gradients of arrays.
         """
-        found = self._terms("dscore", ds, values, first)
-        _multiply(ds, values.get("slope"))
-        return found
-
-    def differentiate_moved(self, ds: ndarray, tds: ndarray, values: Values, moved: Values, first: int) -> list[Term]:
-        """As `differentiate`, of derivatives and their tangents; `moved` is what `move` returned."""
-        found = self._terms("tdscore", tds, values, first) + self._terms("tdscore", ds, moved, first)
-        if self._scores.primal:
-            found += self._terms("dscore", ds, values, first)
-        _multiply(tds, values.get("slope"))
-        if "slope" in moved:
-            tds += _product(ds, moved["slope"])
-        _multiply(ds, values.get("slope"))
+        moved, slope = moved or {}, values.get("slope")
+        found = self._terms("dscore", ds, values, first) if self._scores.primal else []
+        if tds is not None:
+            found += self._terms("tdscore", tds, values, first) + self._terms("tdscore", ds, moved, first)
+            _multiply(tds, slope)
+            if "slope" in moved:
+                tds += _product(ds, moved["slope"])
+        _multiply(ds, slope)
         return found
 
     def _terms(self, gradient: str, ds: ndarray, values: Values, first: int) -> list[Term]:

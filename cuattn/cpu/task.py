@@ -38,6 +38,8 @@ class Task:
         Of the groups of its items of work, which a worker is handed by ``item(group, n)``.
     replays : bool
         Whether gradients are computed, from a forward's statistics.
+    along : bool
+        Whether derivatives along tangents are, beside.
     factor : float
         Of queries, which makes their products with keys scores, or what the cap is put on.
     """
@@ -54,4 +56,5 @@ class Task:
     def __post_init__(self) -> None:
         self.turns = Turns()
         self.replays = OPERATIONS[self.problem.operation].replays
+        self.along = self.problem.operation not in ("forward", "backward")
         self.factor = self.problem.scale / (self.problem.softcap or 1)

@@ -13,7 +13,7 @@ from numpy import ndarray
 
 from cuattn.cpu.arithmetic import visible_bits
 from cuattn.cpu.blocks import Blocks
-from cuattn.masks.intervals import FULL, PARTIAL, bit_lines
+from cuattn.masks.intervals import FULL, PARTIAL
 from cuattn.problem import Problem
 
 _STRIP = 16  # row tiles whose states are computed at once
@@ -99,26 +99,25 @@ class Visibility:
         """
         blocks, found = self._blocks, [{} for _ in states]
         rows, tiles = np.nonzero(states == PARTIAL)
-        few = slice(None if len(rows) <= _PATTERNS else 0)
-        patterns = [
-            mask.patterns(instance, blocks.rows, blocks.keys, rows[few] + start, tiles[few])
-            for mask, instance in zip(self._masks, instances, strict=True)
-        ]
-        elements = _Elements(self._problem, self._masks, blocks, self._dtype, instances)
-        make, first, again = elements.of_tile, np.arange(len(rows)), True
-        places = rows * blocks.key_tiles + tiles
-        if None in patterns:
-            make = elements.of_tiles
+        patterns: list[Any] = [None]
+        if len(rows) <= _PATTERNS:
+            patterns = [
+                mask.patterns(instance, blocks.rows, blocks.keys, rows + start, tiles)
+                for mask, instance in zip(self._masks, instances, strict=True)
+            ]
+        first, again = np.arange(len(rows)), True
+        if None in patterns or 2 * len({*zip(*patterns, strict=True)}) > len(rows):
+            places = rows * blocks.key_tiles + tiles
             first = np.flatnonzero((np.diff(places, prepend=-2) != 1) | (tiles % blocks.step % _TOGETHER == 0))
-        if None in patterns or few.stop == 0:
             patterns, again = [(places[first] + start * blocks.key_tiles).tolist()], self._again
+        elements = _Elements(self._problem, self._masks, blocks, self._dtype, instances)
         counts = np.diff(first, append=len(rows))
         where = (index.tolist() for index in (rows[first], tiles[first], counts))
         for row, tile, count, *pattern in zip(*where, *patterns, strict=True):
             key = (*pattern, instances, tile == blocks.key_tiles - 1)
             shown = self._tile_masks.get(key)
             if shown is None:
-                shown = partial(make, row + start, tile, count)
+                shown = partial(elements.shown, row + start, tile, count)
                 if again and count <= self._room:
                     self._room -= count
                     shown = self._tile_masks[key] = cache(shown)
@@ -146,20 +145,8 @@ class _Elements(NamedTuple):
     dtype: np.dtype  # of bits
     instances: tuple
 
-    def of_tile(self, row_tile: int, tile: int, _: int) -> tuple[slice, ndarray]:
-        """Return what a tile shows that looks like others."""
-        blocks, ramp = self.blocks, bit_lines(self.blocks.rows, self.dtype)
-        there = min(blocks.keys, self.problem.n_keys - tile * blocks.keys)
-        full = np.zeros((blocks.keys, blocks.rows), ramp.dtype)
-        full[:there] = ramp[-1]
-        for mask, instance in zip(self.masks, self.instances, strict=True):
-            full[:there] &= mask.shown(instance, blocks.rows, blocks.keys, row_tile, tile, ramp)[:there]
-        touched = np.flatnonzero(~np.bitwise_and.reduce(full, 1))
-        keys = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
-        return keys, full[keys]
-
-    def of_tiles(self, row_tile: int, tile: int, count: int) -> tuple[slice, ndarray]:
-        """Return what neighbouring tiles show."""
+    def shown(self, row_tile: int, tile: int, count: int) -> tuple[slice, ndarray]:
+        """Return what neighbouring tiles show; of a single one the keys alone that some row does not see."""
         blocks, problem = self.blocks, self.problem
         row, key, size = row_tile * blocks.rows, tile * blocks.keys, count * blocks.keys
         rows, keys = slice(row, min(row + blocks.rows, problem.n_queries)), slice(key, min(key + size, problem.n_keys))
@@ -169,4 +156,6 @@ class _Elements(NamedTuple):
             there, bits = bits, np.zeros((size, blocks.rows), self.dtype)
             bits[: len(there)] = np.iinfo(self.dtype).max
             bits[: len(there), : there.shape[1]] = there
-        return slice(None), bits.reshape(count, blocks.keys, blocks.rows)
+        touched = np.flatnonzero(~np.bitwise_and.reduce(bits, 1)) if count == 1 else range(size)
+        hidden = slice(touched[0], touched[-1] + 1) if len(touched) else slice(0)
+        return hidden, bits.reshape(count, blocks.keys, blocks.rows)[:, hidden]

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from cuattn.cpu.arithmetic import WINDOW, add_bias, longest_of, move_softcap, transposed
+from cuattn.cpu.arithmetic import WINDOW, add_bias, longest_of, transposed
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.score import Scores, Stretch, Values
+from cuattn.cpu.softcap import Softcap
 from cuattn.cpu.task import Task
 from cuattn.cpu.tiles import Part, Visibility
 from cuattn.io_model.sizes import cdiv
@@ -108,6 +109,7 @@ class Walk:
             keys = (1 if problem.group > 1 else blocks.heads) * blocks.held * blocks.keys
             sizes |= {name: keys * task.operands[name].shape[-1] for name in self._of_keys}
         self.buffers = Buffers(self.dtype, sizes)
+        self.cap = None if problem.softcap is None else Softcap(problem.softcap, self.buffers)
         self.slopes: list[Values] = []  # derivatives of the score function, by run of the part
         self.moved: list[Values] = []  # and their tangents
         self._heads: tuple | None = None
@@ -199,9 +201,8 @@ class Walk:
         """
         self._hold(part.index)
         s = self.by_keys("s", part, "k", q)
-        if self.problem.softcap is not None:
-            self.tanh = np.tanh(s, out=self.buffers.get("tanh", *s.shape))
-            np.multiply(self.tanh, self.problem.softcap, out=s)
+        if self.cap is not None:
+            self.cap(s)
         if self.task.score is not None:
             self.slopes = [self._stretch(tiles, first) for tiles, first in self.by_head_and_run(part, s)]
             careful = True  # whatever the function's values are
@@ -217,14 +218,11 @@ class Walk:
     def make_tangents(self, part: Part, q: ndarray, tq: ndarray | None) -> ndarray:
         """Return the tangents of the scores of a part, which were made last; q and its tangent are those of the scores.
 
-        Of a backward, `slope` is then that of the cap, `tanh` the tangent of that, and `moved` those of a function.
+        Of a backward, `moved` are then those of a score function.
         """
-        terms = [] if tq is None else [("k", tq)]
-        terms += [("tk", q)] if "tk" in self.tiles else []
-        t = self.sum_by_keys("t", part, terms, len(q))
-        if self.problem.softcap is not None:
-            self.slope = self.buffers.get("slope", *t.shape)
-            move_softcap(t, self.tanh, self.slope, self.problem.softcap)
+        t = self.sum_by_keys("t", part, [("k", tq), ("tk", q)])
+        if self.cap is not None:
+            self.cap.move(t)
         tiles = self.by_head_and_run(part, t)
         self.moved = [self._stretch.move(tile, values) for (tile, _), values in zip(tiles, self.slopes, strict=False)]
         if "tbias" in self.task.operands:
@@ -232,14 +230,15 @@ class Walk:
                 tile += transposed(tbias.swapaxes(1, 2))
         return t
 
-    def sum_by_keys(self, out: str, part: Part, terms: list[tuple[str, ndarray]], members: int) -> ndarray:
-        """Return the sum of such products as `by_keys` returns, none or some; the buffer "u" is overwritten."""
-        if not terms:
-            total = self.buffers.get(out, members, part.count, self.blocks.keys, self.blocks.rows)
+    def sum_by_keys(self, out: str, part: Part, terms: list[tuple[str, ndarray | None]]) -> ndarray:
+        """Return the sum of such products as `by_keys` returns, of what there is; the buffer "u" is overwritten."""
+        there = [(name, rows) for name, rows in terms if name in self.tiles and rows is not None]
+        if not there:
+            total = self.buffers.get(out, self.members, part.count, self.blocks.keys, self.blocks.rows)
             total.fill(0)
             return total
-        total = self.by_keys(out, part, *terms[0])
-        for name, rows in terms[1:]:
+        total = self.by_keys(out, part, *there[0])
+        for name, rows in there[1:]:
             total += self.by_keys("u", part, name, rows)
         return total
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from cuattn import interop
 from cuattn.distributed.comm import Comm
 from cuattn.masks.device import namespace
-from cuattn.masks.runs import Runs, length_of
+from cuattn.masks.runs import Runs, kept_before, length_of
 
 
 def merged(runs: Iterable[Sequence[int]]) -> Runs:
@@ -44,13 +46,7 @@ def common(these: Runs, those: Runs) -> Runs:
 
 def local(whole: Runs, part: Runs) -> list[slice]:
     """Return where runs that are part of others lie in an array that holds these."""
-    found, at, index = [], 0, 0
-    for start, stop in part:
-        while stop > whole[index][1]:
-            at += whole[index][1] - whole[index][0]
-            index += 1
-        found.append(slice(at + start - whole[index][0], at + stop - whole[index][0]))
-    return found
+    return [slice(start, stop) for start, stop in kept_before(np.reshape(part, (-1, 2)), whole).tolist()]
 
 
 def part(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:

@@ -71,13 +71,18 @@ class Heads:
         found = {name: array[self.place(array)] for name, array in arrays.items() if name == "key_bias"}
         arrays = {name: array for name, array in arrays.items() if name != "key_bias"}
         sent = {
-            peer: {n: contiguous(self._part(n, x, slot)) for n, x in arrays.items()} for slot, peer in self._peers()
+            peer: {n: contiguous(self._part(n, x, slot)) for n, x in arrays.items()}
+            for slot, peer in enumerate(self._members)
         }
-        shapes = {name: sent[self._comm.rank][name].shape for name in arrays}
-        parts = self._exchanged(sent, lambda name, peer: _resized(shapes[name], name, self._lengths(name)[peer]))
+
+        def shape(name: str, peer: int) -> list[int]:
+            found = list(sent[self._comm.rank][name].shape)
+            found[axis_of(name)] = self._layout(name).lengths[peer]
+            return found
+
+        parts = self._exchanged(sent, shape)
         for name in arrays:
-            layout = self._layout(name)
-            runs = [layout.rows(peer) for peer in self._members]
+            runs = [self._layout(name).rows(peer) for peer in self._members]
             found[name] = joined([parts[peer][name] for peer in self._members], runs, axis_of(name))
         return found
 
@@ -92,9 +97,10 @@ class Heads:
         """
         if self.inner == 1:
             return dict(found)
+        whose = {n: self.layouts[_dealt_with(n)].rows(self.index) for n in found}
         sent = {
-            peer: {n: taken(x, self._group(n), self._layout(n).rows(peer), axis_of(n)) for n, x in found.items()}
-            for _, peer in self._peers()
+            peer: {n: taken(x, whose[n], self._layout(n).rows(peer), axis_of(n)) for n, x in found.items()}
+            for peer in self._members
         }
         parts = self._exchanged(sent, lambda name, peer: sent[self._comm.rank][name].shape)
         results = {}
@@ -106,17 +112,8 @@ class Heads:
                 results[name] = namespace(array).concatenate(pieces, axis_of(name) - 1)
         return results
 
-    def _peers(self) -> Any:
-        return enumerate(self._members)
-
     def _layout(self, name: str) -> Layout:
-        return self._of_ranks["key" if name in OF_KEYS else "row"]
-
-    def _group(self, name: str) -> Any:
-        return self.layouts["key" if name in OF_KEYS else "row"].rows(self.index)
-
-    def _lengths(self, name: str) -> tuple[int, ...]:
-        return self._layout(name).lengths
+        return self._of_ranks[_dealt_with(name)]
 
     def _slice(self, heads: int, slot: int) -> slice:
         return slice(slot * heads // self.inner, (slot + 1) * heads // self.inner)
@@ -143,10 +140,8 @@ class Heads:
         return parts
 
 
-def _resized(shape: tuple[int, ...], name: str, length: int) -> tuple[int, ...]:
-    resized = list(shape)
-    resized[axis_of(name)] = length
-    return tuple(resized)
+def _dealt_with(name: str) -> str:
+    return "key" if name in OF_KEYS else "row"
 
 
 @lru_cache(maxsize=64)  # kept, since a mask holds tables on a GPU

@@ -18,6 +18,7 @@ from cuattn.distributed.arrays import given_back
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.model import ALGORITHMS, DistributedPlan, Size, least, options_of, planned, rates_of
+from cuattn.distributed.walk import axis_of
 from cuattn.distributed.whole import Whole
 from cuattn.errors import ArgumentError, ShapeError, shown
 from cuattn.interop import Outputs
@@ -275,10 +276,8 @@ def _corner(array: Any, rows: int | None, keys: int) -> Any:
 
 def _without_length(name: str, array: Any) -> tuple[Any, ...]:
     """Return what of an array's shape, and its dtype, is the same on all ranks."""
-    shape = tuple(array.shape)
-    if name == "bias":
-        return (*shape[:-2], shape[-1], array.dtype)
-    return (*shape[:-1], array.dtype) if name in ("l", "m", "dlse") else (*shape[:-2], shape[-1], array.dtype)
+    shape, axis = tuple(array.shape), axis_of(name)
+    return (*shape[:axis], *shape[axis:][1:], array.dtype)
 
 
 def _layouts(comm: Comm, placing: Mapping[str, Any], lengths: list[tuple[int, ...]]) -> tuple[Layout, Layout]:

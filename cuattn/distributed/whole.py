@@ -80,19 +80,15 @@ class Whole:
         mask = self.mask
         if callable(mask):
             from cuattn.scoring import visible
+            from cuattn.tracing import Frozen
 
             bound = visible(mask)
             leading = self.leading if len(self.leading) > 1 else (1, *self.leading)
-            return _function_mask(bound, self.n_queries, self.n_keys, leading, self.origin) if _frozen(bound) else None
+            frozen = isinstance(bound, Frozen)
+            return _function_mask(bound, self.n_queries, self.n_keys, leading, self.origin) if frozen else None
         if not isinstance(mask, Mask):
             mask = masks.BooleanMask(mask)
         return None if mask.on_device else mask.bind(self.n_queries, self.n_keys)
-
-
-def _frozen(bound: Any) -> bool:
-    from cuattn.tracing import Frozen
-
-    return isinstance(bound, Frozen)
 
 
 @lru_cache(maxsize=16)

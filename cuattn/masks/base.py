@@ -7,11 +7,9 @@ asks what kind a mask is.  The CPU walks a mask by tiles of its own size::
     instance = mask.instance((batch, head))  # equal for matrices under the same mask: a key for what is remembered
     mask.states(instance, rows, keys, t, t + 16)         # of 16 row tiles; the minimum over the parts holds
     mask.patterns(instance, rows, keys, row_tiles, key_tiles)  # a key for each of these tiles, or None
-    mask.shown(instance, rows, keys, row_tile, key_tile, ramp)  # one tile's bits, if there are keys; parts combine by &
     mask.hidden(instance, row_slice, key_slice)          # any part as booleans; parts combine by |
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
@@ -35,8 +33,6 @@ Instance = tuple[int, ...]
 
 KINDS: "dict[str, type[Mask]]" = {}
 """The classes of masks by the name of their kind."""
-
-_STRIP = 64  # row tiles that are classified at once
 
 
 class Mask(Immutable, Drawable):
@@ -161,23 +157,9 @@ class Mask(Immutable, Drawable):
     ) -> Sequence[Hashable] | None:
         """Return one key per tile, of which equal ones imply equal element masks; None where that takes long to tell.
 
-        The keys hold for whole tiles, and for instances, tile sizes and masks that are the same.  Of a mask that has
-        them, `shown` is asked what a tile shows, of others `hidden` what several tiles hide.
+        The keys hold for whole tiles, and for instances, tile sizes and masks that are the same.
         """
         return None
-
-    def shown(
-        self, instance: Instance, block_m: int, block_n: int, row_tile: int, key_tile: int, ramp: np.ndarray
-    ) -> np.ndarray:
-        """Return a tile as bits, all ones where visible and all zeros where hidden; (keys, rows) or (1, rows).
-
-        Parameters
-        ----------
-        ramp : array, (rows + 1, rows)
-            From :func:`cuattn.masks.intervals.bit_lines`, whose dtype the bits get; rows that do not exist may be
-            among them.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.shown, which masks with patterns need")
 
     # For everybody.
 
@@ -253,7 +235,8 @@ class Mask(Immutable, Drawable):
         array([[1, 0],
                [2, 1]], dtype=int8)
         """
-        mask, tile, shape = self._tiles(block_m, block_n, n_queries, n_keys)
+        tile, mask = checks.tile(block_m, block_n), self.bind(n_queries, n_keys)
+        shape = cdiv(mask.n_queries, tile[0]), cdiv(mask.n_keys, tile[1])
         return mask._stack(lambda instance: mask.states(instance, *tile, 0, shape[0]), shape, np.int8)
 
     def block_sparsity(
@@ -279,23 +262,9 @@ class Mask(Immutable, Drawable):
         >>> causal(1024).block_sparsity()
         0.4375
         """
-        mask, tile, (row_tiles, key_tiles) = self._tiles(block_m, block_n, n_queries, n_keys)
-        strips = (
-            mask.states(instance, *tile, start, min(start + _STRIP, row_tiles))
-            for instance in np.ndindex(*mask.leading)
-            for start in range(0, row_tiles, _STRIP)
-        )
-        with mask._scope():
-            skipped = sum(int((states == 0).sum()) for states in strips)
-        return skipped / max(math.prod(mask.leading) * row_tiles * key_tiles, 1)
-
-    def _tiles(
-        self: Self, block_m: int, block_n: int, n_queries: int | None, n_keys: int | None
-    ) -> tuple[Self, tuple[int, int], tuple[int, int]]:
-        """Return the mask of known lengths, the checked sizes of a tile and the numbers of tiles."""
-        block_m, block_n = checks.tile(block_m, block_n)
-        mask = self.bind(n_queries, n_keys)
-        return mask, (block_m, block_n), (cdiv(mask.n_queries, block_m), cdiv(mask.n_keys, block_n))
+        states = self.tile_states(block_m, block_n, n_queries, n_keys)
+        with self._scope():
+            return int((states == 0).sum()) / max(states.size, 1)
 
     def _stack(self, of: Callable[[Instance], Any], shape: tuple[int, ...], dtype: Any) -> Any:
         """Join what a function returns of each instance along the leading axes."""

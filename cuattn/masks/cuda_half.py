@@ -129,7 +129,7 @@ class CudaHalf(NamedTuple):
 
 def order_tables(extent: Extent) -> dict[str, int]:
     """Return the size of the order of row tiles."""
-    return {"order": 4 * extent.instances * cdiv(extent.n_queries, extent.block_m) if _order_bytes(extent) else 0}
+    return {"order": 16 * _ordered(extent)}
 
 
 def order_kernels(extent: Extent) -> list[TableKernel]:
@@ -145,6 +145,11 @@ def _order_bytes(extent: Extent) -> int:
     return size if size <= _ORDER_SHARED_BYTES else 0
 
 
+def _ordered(extent: Extent) -> int:
+    """Return how many row tiles are sorted, of all instances."""
+    return extent.instances * cdiv(extent.n_queries, extent.block_m) if _order_bytes(extent) else 0
+
+
 def column_tables(extent: Extent) -> dict[str, int]:
     """Return the sizes of intervals by key, of bounds by tile, and of the order of row tiles."""
     keys, tiles = extent.key_tiles * extent.block_n, extent.key_tiles
@@ -155,7 +160,8 @@ def column_tables(extent: Extent) -> dict[str, int]:
 def column_kernels(extent: Extent) -> list[TableKernel]:
     """Return the kernels that bound tiles and sort row tiles."""
     blocks, threads = extent.instances * extent.key_tiles, cdiv(extent.block_n, 32) * 32
-    return [TableKernel("util/mask_bounds.cu", "mask_bounds", blocks, threads), *order_kernels(extent)]
+    spans = TableKernel("util/mask_order.cu", "mask_spans", cdiv(_ordered(extent), 32), 1024, last=True)
+    return [TableKernel("util/mask_bounds.cu", "mask_bounds", blocks, threads), *order_kernels(extent), spans]
 
 
 def alive_tables(extent: Extent) -> dict[str, int]:

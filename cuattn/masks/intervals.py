@@ -113,12 +113,6 @@ def tile_states(table: Any, row_start: int, row_stop: int) -> Any:
     return states
 
 
-@lru_cache(maxsize=16)
-def bit_lines(rows: int, dtype: np.dtype) -> np.ndarray:
-    """Return (rows + 1, rows), whose line t has all bits set before row t; the bits of tiles are made of such lines."""
-    return np.negative(np.tri(rows + 1, rows, -1, dtype))
-
-
 class IntervalMask(Mask):
     """A mask that hides from each key the rows of K intervals: an array (2 K, ..., n_keys) of their starts and ends."""
 
@@ -154,27 +148,6 @@ class IntervalMask(Mask):
         tiles = bounds.reshape(len(bounds), -1, block_n).swapaxes(0, 1)[key_tiles]
         tiles -= (row_tiles * block_m).astype(np.int32)[:, None, None]
         return [tile.tobytes() for tile in np.clip(tiles, 0, block_m, out=tiles)]
-
-    def shown(self, instance, block_m, block_n, row_tile, key_tile, ramp):
-        bounds = self._bounds(instance)[:, key_tile * block_n : (key_tile + 1) * block_n] - row_tile * block_m
-        touched = self._table(block_m, block_n)[instance][2:, :, key_tile].T.tolist()
-        outside = [
-            _outside(start, end, ramp)
-            for (first, last), start, end in zip(touched, bounds[::2], bounds[1::2], strict=True)
-            if first <= row_tile < last
-        ]
-        return reduce(np.bitwise_and, outside or [ramp[-1:]])
-
-
-def _outside(start: np.ndarray, end: np.ndarray, ramp: np.ndarray) -> np.ndarray:
-    """Return, as bits, row < start or row >= end for each key and row; a side that no key needs is not looked up."""
-    if end.min() >= ramp.shape[1]:
-        return ramp.take(start, 0, mode="clip")
-    after = ramp.take(end, 0, mode="clip")
-    np.invert(after, out=after)
-    if start.max() > 0:
-        after |= ramp.take(start, 0, mode="clip")
-    return after
 
 
 def join(masks: Sequence[Mask]) -> tuple[Mask, ...]:

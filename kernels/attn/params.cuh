@@ -14,12 +14,17 @@ struct Operand {
     i64 head, row, col;
 };
 
+// A row tile in the order of work, and the first and the last key tile that column masks let it see.
+struct alignas(16) OrderedTile {
+    i32 tile, lowest, top;
+};
+
 // Tables made from all masks together.  "Instance" counts the distinct matrices: batch * head without the axes along which every mask is
 // broadcast.
 struct MaskTables {
     const int4* cols;           // column: [instance][mask][keys_padded] {lts, lte, uts, ute}, clamped; of keys that no row sees (0, n_queries, n_queries, 0)
     const int4* bounds;         // column: [instance][key_tiles][mask][2] {skip a, skip b, partial p, partial q} of each interval, in row tiles
-    const i32* order;           // column: [instance][row tiles as they are worked on], most visible key tiles first
+    const OrderedTile* order;   // column: [instance][row tiles as they are worked on], most visible key tiles first
     const u32* alive;           // boolean, block, function: [instance][n_keys / 32] a bit per key, 1 = some row sees the key
     const u64* bits;            // boolean: [instance][n_queries / 64][key_tiles][block_n] which of 64 rows see a key
     const u32* states;          // boolean, function: [instance][row tiles / 4][key_tiles / 4] see attn/mask_format.cuh

@@ -55,17 +55,18 @@ __device__ __forceinline__ void locate(const Params& p, Work& w) {
     w.v = static_cast<const Elem*>(p.v.data) + slice_offset(p.v, index, kv_head) + blockIdx.z * cfg::head_dim_v;
     w.mask.set(MaskSlices::of(p, index, w.head));
     if constexpr (cfg::bias) w.bias_offset = slice_offset(p.bias, index, w.head);
-    i32 tile = p.row_tiles - 1 - rank;
+    OrderedTile item{p.row_tiles - 1 - rank, 0, p.key_tiles - 1};
     if constexpr (column_masks > 0 || stated_mask) {
-        if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(w.mask.instance) * p.row_tiles + rank];
+        if (p.table.order != nullptr) item = p.table.order[static_cast<i64>(w.mask.instance) * p.row_tiles + rank];
     }
-    w.row0 = tile * cfg::block_m;
-    w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), tile};
+    w.row0 = item.tile * cfg::block_m;
+    w.mask.rows = {w.row0 / cfg::pack, min((w.row0 + cfg::block_m - 1) / cfg::pack + 1, p.n_queries), item.tile};
     w.to_log2 = Log2Factor<Acc>::of_scale(cfg::prescaled ? 1.0 : p.scale);
     constexpr bool divided = cfg::split || cfg::teams > 1;
     const i32 tiles = p.split_tiles * cfg::teams;  // of the block; a team takes every cfg::teams-th
     w.tile_begin = divided ? static_cast<i32>(blockIdx.y) * tiles : 0;
     w.tile_end = divided ? min(w.tile_begin + tiles, p.key_tiles) : p.key_tiles;
     w.mask.lowest = max(w.tile_begin, band_first(p, w.mask.rows) / cfg::block_n);
+    if constexpr (column_masks > 0) w.tile_end = min(w.tile_end, item.top + 1), w.mask.lowest = max(w.mask.lowest, item.lowest);
     if constexpr (cfg::dropout != 0) w.stream = random_stream(p.dropout, w.ib, w.head);
 }

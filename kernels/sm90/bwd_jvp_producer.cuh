@@ -13,7 +13,7 @@ __device__ __forceinline__ Work own_tile(const Params& p, i32 number) {
     const TileRank place = rank_of(p, number, keys_own ? p.kv_heads : p.heads, tiles);
     i32 tile = keys_own ? place.rank : tiles - 1 - place.rank;
     if constexpr (!keys_own && (column_masks > 0 || stated_mask)) {
-        if (p.table.order != nullptr) tile = p.table.order[slice_of(p.table, place.batch, place.head) * tiles + place.rank];
+        if (p.table.order != nullptr) tile = p.table.order[slice_of(p.table, place.batch, place.head) * tiles + place.rank].tile;
     }
     return {tile, place.head, place.batch};
 }

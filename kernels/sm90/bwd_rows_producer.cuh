@@ -18,7 +18,7 @@ __device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
     const TileRank place = rank_of(p, number, p.heads, p.row_tiles);
     i32 tile = p.row_tiles - 1 - place.rank;
     if constexpr (column_masks > 0 || stated_mask) {
-        if (p.table.order != nullptr) tile = p.table.order[slice_of(p.table, place.batch, place.head) * p.row_tiles + place.rank];
+        if (p.table.order != nullptr) tile = p.table.order[slice_of(p.table, place.batch, place.head) * p.row_tiles + place.rank].tile;
     }
     return {tile, place.head, place.batch, 0};
 }

@@ -33,6 +33,9 @@ struct NotAgreed {
     __device__ __forceinline__ bool ordinary() const { return false; }
 };
 
+// What is known of a key tile: that some of its elements are tested, that none is, or neither.
+enum class Cut { yes, no, asked };
+
 struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     const Params& p;
     const ptx::TensorMap& o_map;
@@ -88,7 +91,11 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         seen = !later_tiles_vary || ordinary() || !uniform(tile.hidden(warpgroup));
     }
 
-    __device__ __forceinline__ bool is_cut() const { return !ordinary() && uniform(tile.partial(warpgroup) || (told_bias && tile.hides())); }
+    template <Cut cut = Cut::asked>
+    __device__ __forceinline__ bool is_cut() const {
+        if constexpr (cut != Cut::asked) return cut == Cut::yes;
+        return !ordinary() && uniform(tile.partial(warpgroup) || (told_bias && tile.hides()));
+    }
 
     // Waits for the next row tile's queries and first keys; false when there is no further row tile.
     __device__ __forceinline__ bool await_row() {
@@ -158,17 +165,18 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     __device__ __forceinline__ i32 first_key() const { return tile.n() * cfg::block_n + 2 * (threadIdx.x % 4); }
 
     // Algorithm 2, line 10 (FlashMask algorithm 1, line 17): issues the scores; where registers allow it, what is visible of a partial tile is found meanwhile.
-    // may_cut: some tiles that come here are partial.
-    __device__ __forceinline__ void begin_scores(Completion& with, bool may_cut = true) {
-        if (search_beside && may_cut && is_cut())
+    template <Cut cut = Cut::asked>
+    __device__ __forceinline__ void begin_scores(Completion& with) {
+        if (search_beside && is_cut<cut>())
             issue_scores([&](int step) { search(step, score_steps), prepare(with, step); });
         else
             issue_scores([&](int step) { prepare(with, step); });
     }
 
     // While the products run: the same where registers are fewer.
-    __device__ __forceinline__ void search_behind(bool may_cut = true) {
-        if (!search_beside && may_cut && is_cut()) search(0, 1);
+    template <Cut cut = Cut::asked>
+    __device__ __forceinline__ void search_behind() {
+        if (!search_beside && is_cut<cut>()) search(0, 1);
     }
 
     // The scores are there: their keys' buffer goes back at once, since only a few are under way.
@@ -193,18 +201,19 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     }
 
     // Line 11 (FlashMask algorithm 1, lines 18-25): prescales and masks the scores.
-    __device__ __forceinline__ void refine_scores(bool may_cut = true) {
+    template <Cut cut>
+    __device__ __forceinline__ void refine_scores() {
         if constexpr (cfg::prescaled && !completes) prescale(s, p);
-        if (may_cut && is_cut()) mask_scores(s, visible);
+        if (is_cut<cut>()) mask_scores(s, visible);
     }
 
     // Lines 11 to 13: the scores, and the running softmax.  What dropout keeps is drawn between the exponentials, block by block: the two wait for
     // different units.  True when earlier outputs must be multiplied by factor.
-    template <bool early>
-    __device__ __forceinline__ bool update_softmax(bool last, bool settled, bool may_cut = true) {
+    template <bool early, Cut cut = Cut::asked>
+    __device__ __forceinline__ bool update_softmax(bool last, bool settled) {
         const RandomStream stream = cfg::dropout ? random_stream(p.dropout, work.batch, work.head) : RandomStream{};
         const i32 key = first_key();
-        refine_scores(may_cut);
+        refine_scores<cut>();
         const bool grown = follow(state, factor, s, settled, [&] { hide_keys_late(); });
         exponentiate(state, s, [&](int block, const float (&sums)[4]) {
             look_for_keys(block);
@@ -285,26 +294,42 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     }
 
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
+    template <Cut cut>
     __device__ __forceinline__ bool step() {
         await_turn(warpgroup);
         Completion with;
-        begin_scores(with, later_tiles_vary);
+        begin_scores<cut>(with);
         issue_values([&](int step) { with.bias.unpack(step, value_steps); });
         pass_turn(warpgroup);
         free_output();
-        search_behind(later_tiles_vary);
+        search_behind<cut>();
         ptx::wgmma_wait<1>();
         finish_scores(with);
-        const bool last = uniform(tile.last()), settled = !plain && (!later_tiles_vary || !is_cut());
+        const bool last = uniform(tile.last()), settled = !plain && !is_cut<cut>();
         if constexpr (!cfg::overlap) {
             ptx::wgmma_wait<0>();
             finish_values();
         }
-        const bool grown = update_softmax<proceeds_early>(last, settled, later_tiles_vary);
+        const bool grown = update_softmax<proceeds_early, cut>(last, settled);
         if constexpr (cfg::overlap && !proceeds_early) proceed<true>(last, fminf(state.sum[0], state.sum[1]));
         weigh();
         if constexpr (!cfg::overlap) proceed<false>(last, 0.0f);
         if (grown) rescale(o, factor);
+        return last;
+    }
+
+    // Key tiles one after the other, until the row's last one or one that is hidden.  Where rows are long, whole tiles have steps of their own: a warp
+    // waits for its instructions behind those that it jumps over.
+    __device__ __forceinline__ bool steps() {
+        bool last;
+        do {
+            if constexpr (!later_tiles_vary) last = step<Cut::no>();
+            else if constexpr (!cfg::overlap) last = step<Cut::asked>();
+            else if (is_cut()) last = step<Cut::yes>();
+            else
+                do last = step<Cut::no>();
+                while (!last && seen && !is_cut());
+        } while (!last && seen);
         return last;
     }
 
@@ -490,8 +515,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
                         last = single();
                         pending = true;
                     } else {
-                        do last = step();
-                        while (!last && seen);
+                        last = steps();
                     }
                 }
                 before = work;

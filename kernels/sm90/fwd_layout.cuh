@@ -137,7 +137,7 @@ struct BiasPlace {
 constexpr int key_words = (cfg::block_n + 31) / 32;
 struct HiddenKeys {
     i32 some;  // KeyTile::hides_bit, if there is one
-    u32 keys[key_words];
+    u32 keys[key_words];  // else anything
 };
 
 struct Mail {  // to the cleaner: which buffer of v (and of HiddenKeys), which keys; negative place: no more work

@@ -19,18 +19,19 @@ __device__ __forceinline__ i32 rows_before_first(const Params& p) {
 }
 
 // In a section the row tiles with most work come first; neighbours share keys and values.
-__device__ __forceinline__ Work row_tile(const Params& p, i32 number) {
+__device__ __forceinline__ Work row_tile(const Params& p, i32 number, OrderedTile& item) {
     TileRank place = rank_of(p, number, p.heads, p.row_tiles);
     if constexpr (cfg::bias_shared) {  // in a section are then the batches of a head
         const i32 pair = place.batch * p.heads + place.head;
         place.head = pair / p.batch;
         place.batch = pair - place.head * p.batch;
     }
-    i32 tile = p.row_tiles - 1 - place.rank, instance = 0;
+    item = {p.row_tiles - 1 - place.rank, 0, p.key_tiles - 1};
+    i32 instance = 0;
     if constexpr (cfg::mask != kMaskNone) instance = static_cast<i32>(slice_of(p.table, place.batch, place.head));
     if constexpr (column_masks > 0 || stated_mask)
-        if (p.table.order != nullptr) tile = p.table.order[static_cast<i64>(instance) * p.row_tiles + place.rank];
-    return {tile * cfg::block_m - rows_before_first(p), place.head, place.batch, instance};
+        if (p.table.order != nullptr) item = p.table.order[static_cast<i64>(instance) * p.row_tiles + place.rank];
+    return {item.tile * cfg::block_m - rows_before_first(p), place.head, place.batch, instance};
 }
 
 // A row tile's rows.
@@ -197,12 +198,13 @@ struct Planner {
     }
 
     // Key tiles in descending order, 32 candidates at a time.  The queries follow the first list.
-    __device__ __forceinline__ void plan(Work work, Part part) {
+    __device__ __forceinline__ void plan(Work work, const OrderedTile& item, Part part) {
         i64 blocks = 0;
         if constexpr (block_mask) blocks = slice_of(p.mask, work.batch, work.head);
         const Rows rows = all_rows(p, work);
         i32 lowest = band_first(p, rows) / cfg::block_n;
         i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
+        if constexpr (column_masks > 0) lowest = max(lowest, item.lowest), top = min(top, item.top);
         if constexpr (cfg::split) {
             if (!take(part, lowest, top)) return;
             work.instance = max(top, 0) | lowest << 16;
@@ -248,11 +250,14 @@ struct Planner {
     __device__ __forceinline__ void run() {
         const i32 total = p.batch * p.heads * p.row_tiles * (cfg::split ? p.splits : 1);
         for (i32 number = blockIdx.x; number < total;) {
+            OrderedTile item;
             if constexpr (cfg::split) {
                 const i32 tile = number / p.splits;
-                plan(row_tile(p, tile), {number - tile * p.splits, 1, tile});
+                const Work work = row_tile(p, tile, item);
+                plan(work, item, {number - tile * p.splits, 1, tile});
             } else {
-                plan(row_tile(p, number), {});
+                const Work work = row_tile(p, number, item);
+                plan(work, item, {});
             }
             // The next one is drawn as late as may be, when work on this one begins or comes to an end: blocks that are behind draw less.
             ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);

@@ -183,24 +183,20 @@ struct Companion {
     Slot<1> list;
     static constexpr int own = (cfg::block_n + 31) / 32;  // keys of a lane
 
-    // Stores x[i] of the lane's i-th key.  Nobody asks for what lay there any more, two rounds later: consumers have done with the first round's
-    // scores, and so with the values before them.
-    __device__ __forceinline__ void store(const float (&x)[own]) const {
-        const u32 rows = shared.parts(k) + part_bytes * lane;
-        unroll<own>([&](int i) {
-            const BiasParts parts(x[i]);
-            if (32 * i + lane < cfg::block_n) ptx::store_shared_v4(rows + 32 * part_bytes * i, parts.pair, parts.third, 0, 0);
-        });
+    // Stores what is added to the lane's i-th key.  Nobody asks for what lay there any more, two rounds later: consumers have done with the first
+    // round's scores, and so with the values before them.
+    __device__ __forceinline__ void store(int i, const BiasParts& parts) const {
+        if (32 * i + lane < cfg::block_n) ptx::store_shared_v2(shared.parts(k) + part_bytes * (32 * i + lane), parts.pair, parts.third);
+    }
+    __device__ __forceinline__ void tell_hidden(u32 some) const {
         ptx::async_proxy_fence();
-        if constexpr (!cfg::split_bias) return;
-        HiddenKeys& hidden = shared.hidden_keys(k.place());
-        u32 some = 0;
-        unroll<own>([&](int i) {
-            const u32 keys = __ballot_sync(~0u, x[i] == minus_infinity() && 32 * i + lane < cfg::block_n);
-            hidden.keys[i] = keys;  // all lanes the same
-            some |= keys;
-        });
-        hidden.some = some != 0 ? KeyTile::hides_bit : 0;
+        if constexpr (cfg::split_bias) shared.hidden_keys(k.place()).some = some != 0 ? KeyTile::hides_bit : 0;
+    }
+
+    // What stays 0 beside the parts.
+    __device__ __forceinline__ void clear_parts() const {
+        for (u32 row = lane; row < 2 * cfg::stages * cfg::block_n; row += 32) ptx::store_shared_v4(shared.key_bias(0) + part_bytes * row, 0, 0, 0, 0);
+        __syncwarp();
     }
 
     __device__ __forceinline__ void load(i32 first_key, const BiasPlace& of) {
@@ -213,23 +209,55 @@ struct Companion {
         k.advance();
     }
 
-    __device__ __forceinline__ void split(i32 first_key, const BiasPlace& of) {
+    // What is added to a key.
+    __device__ __forceinline__ float addend(i32 first_key, i32 key, const BiasPlace& of) const {
+        if constexpr (cfg::split_score) return SplitScore(p, of.batch, of.query_head, first_key).of_key(key);
+        return bias_of_product(p, bias_at(p, slice_of(p.bias, of.batch, of.query_head), 0, key));
+    }
+
+    // The same where it may be anything, -inf too.
+    __device__ __forceinline__ void store_any(int i, float x, u32& some) const {
+        store(i, BiasParts(x));
+        if constexpr (!cfg::split_bias) return;
+        const u32 hidden = __ballot_sync(~0u, x == minus_infinity() && 32 * i + lane < cfg::block_n);
+        shared.hidden_keys(k.place()).keys[i] = hidden;  // all lanes the same
+        some |= hidden;
+    }
+
+    // Consumers on this scheduler wait for each of these instructions, so what is whole, contiguous and finite goes a short way, where there are
+    // registers for two.
+    __device__ __forceinline__ void split(i32 first_key, const BiasPlace& of, float inverse) {
+        constexpr bool two_ways = warpgroups < 3 || cfg::split_score;
         float x[own];
         const i32 key = first_key + static_cast<i32>(lane);
-        if constexpr (cfg::split_score) {
-            const SplitScore score(p, of.batch, of.query_head, first_key);
-            unroll<own>([&](int i) { x[i] = score.of_key(key + 32 * i); });
-        } else {
-            const i64 offset = slice_of(p.bias, of.batch, of.query_head);
-            unroll<own>([&](int i) { x[i] = bias_of_product(p, bias_at(p, offset, 0, key + 32 * i)); });
+        bool finite = two_ways && (cfg::split_score || (p.bias.col == 1 && first_key + 32 * own <= p.n_keys));
+        if constexpr (!two_ways || cfg::split_score) {
+            unroll<own>([&](int i) { x[i] = addend(first_key, key + 32 * i, of); });
+            unroll<own>([&](int i) { finite &= fabsf(x[i]) < outsized; });
+        } else if (finite) {
+            const auto* from = static_cast<const cfg::bias_elem*>(p.bias.data) + slice_of(p.bias, of.batch, of.query_head) + key;
+            unroll<own>([&](int i) { x[i] = to_acc(from[32 * i]); });
+            unroll<own>([&](int i) { x[i] = product_of(x[i], inverse), finite &= fabsf(x[i]) < outsized; });
         }
+        if constexpr (two_ways) finite = __all_sync(~0u, finite);
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
-        store(x);
+        u32 some = 0;
+        if constexpr (!two_ways) {
+            unroll<own>([&](int i) { store_any(i, x[i], some); });
+        } else if (finite) {
+            unroll<own>([&](int i) { store(i, BiasParts::of_finite(x[i])); });
+        } else {
+#pragma unroll 1  // registers are few
+            for (int i = 0; i < own; ++i) store_any(i, addend(first_key, key + 32 * i, of), some);
+        }
+        tell_hidden(some);
         ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         k.advance();
     }
 
     __device__ __forceinline__ void run() {
+        const float inverse = product_unit(p);
+        if constexpr (splits) clear_parts();
         for (;;) {
             ptx::mbarrier_wait(shared.barrier(list_full), list.phase);
             list.advance();
@@ -240,7 +268,7 @@ struct Companion {
             ptx::mbarrier_arrive(shared.barrier(list_empty));
             for (i32 i = 0; i < count; ++i) {
                 const i32 first_key = KeyTile{__shfl_sync(~0u, mine.code, i)}.n() * cfg::block_n;
-                if constexpr (splits) split(first_key, of);
+                if constexpr (splits) split(first_key, of, inverse);
                 else load(first_key, of);
             }
         }
@@ -263,7 +291,7 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
             const i32 row = 32 * word + lane, key = mail.n * cfg::block_n + row;
             const bool there = row < cfg::block_n && key < p.n_keys;
             u32 unseen = __ballot_sync(~0u, there && !(band_sees(p, key) && key_alive(p, mail.instance, key) && (!asks_bias || bias_shows(p, bias, key))));
-            if constexpr (cfg::split_bias) unseen |= shared.hidden_keys(mail.place).keys[word];
+            if (cfg::split_bias && shared.hidden_keys(mail.place).some) unseen |= shared.hidden_keys(mail.place).keys[word];
             clear_rows<cfg::block_n, slabs_v * (1 + cfg::tv)>(shared.memory + v_at + stage * v_bytes, 32 * word, unseen, lane);
         }
         ptx::async_proxy_fence();

@@ -21,8 +21,9 @@ constexpr float sunk = -0x1p100f;
 constexpr float outsized = 0x1p127f;
 
 // In units of raw products.
+__device__ __forceinline__ float product_unit(const Params& p) { return __fdividef(1.0f, fabsf(static_cast<float>(p.scale))); }
 __device__ __forceinline__ float bias_of_product(const Params& p, float bias) {
-    const float x = product_of(bias, __fdividef(1.0f, fabsf(static_cast<float>(p.scale))));
+    const float x = product_of(bias, product_unit(p));
     return fabsf(x) < outsized ? x : bias;
 }
 
@@ -33,10 +34,16 @@ __device__ __forceinline__ float natural_score(float x, float scale) { return sp
 struct BiasParts {
     u32 pair, third;
 
-    __device__ __forceinline__ explicit BiasParts(float x) {
+    __device__ __forceinline__ explicit BiasParts(float x) : BiasParts(x, [](float y) { return rest_of(y); }) {}
+    template <class Rest>
+    __device__ __forceinline__ BiasParts(float x, const Rest& rest_of) {
         const float rest = rest_of(x);
         pair = __byte_perm(__float_as_uint(x), __float_as_uint(rest), 0x7632);
         third = __float_as_uint(rest_of(rest)) >> 16;
+    }
+    // The same of what is finite.
+    __device__ __forceinline__ static BiasParts of_finite(float x) {
+        return {x, [](float y) { return y - __uint_as_float(__float_as_uint(y) & 0xFFFF0000u); }};
     }
     __device__ __forceinline__ static bool hides(u32 pair) { return (pair & 0xFFFFu) == 0xFF80u; }  // -inf
 };
@@ -64,7 +71,7 @@ struct SplitScore {
         : SplitScore(p, TracedHead::of(p, batch, head), first_key) {}
 
     __device__ __forceinline__ float of(i32 i, i32 j) const {
-        return product_of(natural(p, head, i, j), __fdividef(1.0f, fabsf(static_cast<float>(p.scale))));
+        return product_of(natural(p, head, i, j), product_unit(p));
     }
     template <class Head>
     __device__ __forceinline__ static float natural(const Params& p, const Head& head, i32 i, i32 j) {

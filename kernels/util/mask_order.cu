@@ -1,7 +1,7 @@
 // The order in which row tiles are worked on: most key tiles that they see first, and the last rows first among equals, cfg::rows_per_item row
 // tiles at a time (the most loaded of them counts).  What they see is told by the bounds of column masks or, without these, by states.
 //
-// One block per instance.  Dynamic shared memory: (row_tiles + 1) ints.
+// mask_order: one block per instance; dynamic shared memory: (row_tiles + 1) ints.  mask_spans: a warp for each item, in their order.
 #include "attn/mask_format.cuh"
 #include "util/mask_params.cuh"
 
@@ -73,11 +73,11 @@ __device__ __forceinline__ void count_states(const MaskParams& p, const u32* sta
 
 // Fills each bucket from its end with the items in ascending order; one warp.
 template <class Bucket>
-__device__ __forceinline__ void place_items(i32* order, i32 items, i32* ends, const Bucket& bucket) {
+__device__ __forceinline__ void place_items(OrderedTile* order, i32 items, i32 key_tiles, i32* ends, const Bucket& bucket) {
     for (i32 base = 0; base < items; base += 32) {
         const i32 item = base + threadIdx.x, mine = item < items ? bucket(item) : -1;
         const u32 equals = __match_any_sync(~0u, mine), before = equals & ((1u << threadIdx.x) - 1);
-        if (mine >= 0) order[ends[mine] - 1 - __popc(before)] = item;
+        if (mine >= 0) order[ends[mine] - 1 - __popc(before)] = {item, 0, key_tiles - 1};
         __syncwarp();  // the ends are read
         if (mine >= 0 && before == 0) ends[mine] -= __popc(equals);
         __syncwarp();  // the ends have moved
@@ -108,5 +108,36 @@ extern "C" __global__ __launch_bounds__(kThreads) void mask_order(const __grid_c
     for (i32 i = threadIdx.x; i < items; i += kThreads) atomicAdd(buckets + bucket(i), 1);
     __syncthreads();  // bucket sizes are known
     scan(buckets, kBuckets);
-    if (threadIdx.x < 32) place_items(p.order + instance * items, items, buckets, bucket);
+    if (threadIdx.x < 32) place_items(p.order + instance * items, items, p.key_tiles, buckets, bucket);
+}
+
+// Do some of the row tiles see something of the key tile, as far as column masks tell?
+__device__ __forceinline__ bool shows(const int4* bounds, i32 first, i32 end) {
+    bool some = false;
+    for (i32 m = first; m < end; ++m) {
+        bool seen = true;
+#pragma unroll
+        for (int i = 0; i < kRanges; ++i) seen &= m < (bounds[i].x & ~kDeadTile) || m >= bounds[i].y;
+        some |= seen;
+    }
+    return some;
+}
+
+// Narrows what an item may see to the key tiles between the first and the last that column masks show it.  Where keys end with the row, its rows may
+// begin up to an item before (sm90/fwd_planner.cuh).
+extern "C" __global__ __launch_bounds__(kThreads) void mask_spans(const __grid_constant__ MaskParams p) {
+    constexpr i32 width = cfg::rows_per_item, before = cfg::band_right ? width - 1 : 0;
+    const i32 items = (p.row_tiles + width - 1) / width, lane = threadIdx.x % 32;
+    const i64 place = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) / 32;
+    if (place >= static_cast<i64>(p.instances) * items) return;
+    const int4* bounds = p.bounds + place / items * p.key_tiles * kRanges;
+    const i32 item = p.order[place].tile, first = max(item * width - before, 0), end = min((item + 1) * width, p.row_tiles);
+    const auto seen = [&](i32 n) { return __ballot_sync(~0u, n >= 0 && n < p.key_tiles && shows(bounds + n * kRanges, first, end)); };
+    i32 top = p.key_tiles - 1, lowest = 0;
+    u32 some = 0;
+    for (; top >= 0 && (some = seen(top - lane)) == 0; top -= 32) {}
+    if (some != 0) top -= __ffs(some) - 1;
+    for (some = 0; lowest <= top && (some = seen(lowest + lane)) == 0; lowest += 32) {}
+    if (some != 0) lowest += __ffs(some) - 1;
+    if (lane == 0) p.order[place].lowest = lowest, p.order[place].top = top;
 }

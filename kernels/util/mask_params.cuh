@@ -18,7 +18,7 @@ struct CoreMaskParams {
     MaskSource blocks, boolean;          // u8
     MaskSource function;                 // i32: see Params; strides count matrices
     int4 *cols, *bounds;
-    i32* order;
+    OrderedTile* order;
     u64* bits;
     void* values;                        // function: see util/mask_states.cu
     u32 *alive, *states;                 // zeros on entry

@@ -157,12 +157,6 @@ def test_biases_are_measured_beside_pytorch(name, direction):
     assert status["fa2"][0] == "unsupported"
 
 
-def test_softcap_is_measured():
-    for direction in BOTH:
-        status, _ = measured("softcap", direction, ["cuattn", "cuattn-without"], causal=True)
-        assert set(status.values()) == {("ok", None)}
-
-
 @pytest.mark.parametrize("way", ["function", "boolean", "array"])
 def test_a_column_mask_is_measured_in_other_words(way):
     for direction in BOTH:

@@ -144,13 +144,6 @@ def test_the_papers_tables_come_from_the_peers_rows():
     assert "FlexAttention" not in table(SECTIONS["flashmask"].details(framed(rows)))  # half a row is none
 
 
-def test_the_summary_of_peers_says_where_cuattn_is_behind():
-    rows = list(peer_rows("dropout", {"cuattn": 300.0, "fa2": 200.0, "cudnn": 400.0}))
-    assert "| dropout 0.1 | forward | FlashAttention-2, cuDNN | 0 of 2 | 0.75 | 0.75 (" in shown("peers", rows)
-    rows = list(peer_rows("dropout", {"cuattn": 300.0, "fa2": 200.0}))
-    assert "| dropout 0.1 | backward | FlashAttention-2 | 2 of 2 | 1.50 | 1.50 (" in shown("peers", rows)
-
-
 def test_the_summary_of_peers_counts_results_that_were_wrong():
     rows = list(peer_rows("dropout", {"cuattn": 300.0, "fa2": 200.0}))
     for row in rows:

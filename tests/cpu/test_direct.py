@@ -79,29 +79,6 @@ def test_grouped_heads_are_rows_of_one_product():
     assert layout(problem)[1]["s"] == 2 * 2 * 20 * 60
 
 
-def test_masks_of_every_head_are_applied_to_their_heads():
-    q, k, v = arrays(2, 6, 20, 16, kv_heads=2)
-    rng = np.random.default_rng(1)
-    mask = rng.random((2, 6, 20, 20)) < 0.5
-    with whole_heads():
-        together = cuattn.forward(q, k, v, mask=mask, enable_gqa=True)
-    for b, h in np.ndindex(2, 6):
-        alone = cuattn.forward(q[b, h], k[b, h // 3], v[b, h // 3], mask=mask[b, h])
-        np.testing.assert_array_equal(together.m[b, h], alone.m)
-        assert np.abs(together.o[b, h] - alone.o).max() <= 1e-6
-
-
-def test_shards_drop_what_the_whole_drops():
-    q, k, v = arrays(4, 64, 16)
-    whole = cuattn.forward(q, k, v, dropout_p=0.3, rng=7)
-    for way in (whole_heads, lambda: whole_heads(1)):
-        with way():
-            part = cuattn.forward(
-                q[1:3, 16:48], k[1:3], v[1:3], dropout_p=0.3, rng=7, origin=cuattn.Origin(head=1, heads=4, row=16)
-            )
-        np.testing.assert_allclose(part.o, whole.o[1:3, 16:48], rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("way", [whole_heads, tiled])
 def test_a_row_whose_scores_are_all_invisible_is_empty_without_a_mask(way):
     q, k, v = arrays(2, 5, 8)

@@ -10,6 +10,7 @@ from tests.cpu.sizes import block_sizes, tiled, ways, whole_heads
 from tests.derivatives import GRADIENTS, JVP, TANGENTS, Known
 from tests.strategies import cases
 from tests.test_derivatives import OPERANDS, arrays_of, run
+from tests.tolerances import assert_same
 
 FUNCTIONS = {
     "adds": lambda s, b, h, i, j, slope, table, rows: (
@@ -51,8 +52,7 @@ def test_the_number_of_threads_changes_no_bit(case, sizes):
         for workers in (1, 3):
             with ways(sizes, workers)[way]():
                 outcomes.append([x for some in results_of(case, {"q", "k", "v", "bias", "do"})[1] for x in some])
-        for a, b in zip(*outcomes, strict=True):
-            assert a is b is None or a.tobytes() == b.tobytes()
+        assert_same(*outcomes)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -98,6 +98,20 @@ def test_score_functions_are_differentiated_once_more(name, softcap, way):
         np.testing.assert_allclose(x, wanted, rtol=1e-9, atol=1e-9)
     for x, wanted in zip([*double, *double.dscore], [jvp.to, *still, *still.dscore], strict=True):
         np.testing.assert_allclose(x, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_key_that_no_row_sees_has_no_tangent_of_its_bias(way):
+    q, k, v, do = np.random.default_rng(6).standard_normal((4, 2, 40, 8))
+    bias, mask = np.zeros((1, 40)), np.broadcast_to(np.arange(40) < 30, (40, 40))
+    found = []
+    for hidden in (0, np.nan):
+        options = {"bias": bias, "mask": mask, "tbias": np.where(mask[:1], 1.0, hidden)}
+        with way():
+            jvp = cuattn.jvp(q, k, v, **options)
+            pair = cuattn.backward_jvp(do, q, k, v, jvp, **options)
+        found.append([jvp.to, jvp.tlse, *pair[0], *pair[1]])
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("way", [lambda: tiled(16, 16), whole_heads], ids=["tiles", "whole heads"])

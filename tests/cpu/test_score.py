@@ -15,7 +15,7 @@ from tests.conftest import Host
 from tests.cpu.sizes import tiled, whole_heads
 from tests.strategies import DTYPES, normal
 from tests.test_scoring import SHAPE, both, check_recipe, recipes
-from tests.tolerances import assert_close
+from tests.tolerances import assert_close, assert_same
 from tests.tracing.recipes import HEADS, Recipe
 
 WAYS = {
@@ -126,8 +126,7 @@ def test_functions_combine_with_everything_in_every_way(options, dtype):
         for actual, e, t, floor in list(score.judged(grads.dscore, before, exact, rough, floors))[:3]:
             if actual.ndim:
                 assert_close(actual, e, t, dtype=dtype, floor=floor, name="dscore")
-    for one, other in zip(results[-1], results[-2], strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same(results[-1], results[-2])
 
 
 DISTANCES = np.random.default_rng(3).random((60, 90))
@@ -248,8 +247,7 @@ def test_visible_parts_join_the_mask():
     for way in WAYS.values():
         with way():
             found, wanted = both(do, q, k, v, score=score), both(do, q, k, v, mask=mask)
-        for one, other in zip((*found[0][:3], *found[1][:3]), (*wanted[0][:3], *wanted[1][:3]), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same((*found[0][:3], *found[1][:3]), (*wanted[0][:3], *wanted[1][:3]))
 
 
 def test_functions_are_read_anew():

@@ -12,10 +12,8 @@ from numpy.testing import assert_array_equal
 from cuattn import masks
 from cuattn.errors import DtypeError, MaskError
 from cuattn.masks import ColumnMask
-from cuattn.masks.constructors import band as band_mask
-from cuattn.masks.intervals import join
 from tests import oracle
-from tests.masks.predicates import assert_sound, states_of
+from tests.masks.predicates import states_of
 from tests.masks.strategies import any_constructor, column_masks
 
 NAMES = ("lts", "lte", "uts", "ute")
@@ -44,16 +42,6 @@ def test_aligned_documents_have_no_tile_to_spare(name):
     """Where documents end on tiles, only the diagonal of a causal mask is partial, and nothing of the other."""
     mask = getattr(masks, name)([8, 4, 12])
     assert_array_equal(mask.tile_states(4, 4), states_of(mask.dense(), 4, 4))
-
-
-@given(column_masks(), st.none() | st.integers(0, 9), st.none() | st.integers(0, 9), st.integers(-9, 9))
-def test_joined_with_a_band(mask, left, right, offset):
-    """Tiles are classified by the intervals of both, and keys that no row sees are recognised."""
-    band = band_mask(mask.n_queries, mask.n_keys, left, right, offset)
-    (joined,) = join((mask, band))
-    visible = mask.dense() & band.dense()
-    assert_array_equal(joined.dense(), visible)
-    assert_sound(joined.tile_states(3, 4), visible, 3, 4)
 
 
 def test_padding_does_not_spoil_a_tile():

@@ -36,6 +36,7 @@ def test_from_dense_skips_as_much(mask, block_m, block_n):
 
 @given(hnp.arrays(np.bool_, hnp.array_shapes(min_dims=2, max_dims=4, min_side=0, max_side=9)))
 def test_from_dense_of_anything(dense):
+    dense.flags.writeable = False
     hidden_runs = runs(~dense, axis=-2)
     if hidden_runs.size and hidden_runs.max() > 2:
         *matrix, column = np.argwhere(hidden_runs > 2)[0]
@@ -44,12 +45,6 @@ def test_from_dense_of_anything(dense):
             ColumnMask.from_dense(dense)
     else:
         assert_array_equal(ColumnMask.from_dense(dense).dense(), dense)
-
-
-def test_from_dense_leaves_its_argument_alone():
-    dense = np.tri(4, dtype=bool)
-    ColumnMask.from_dense(dense)
-    assert_array_equal(dense, np.tri(4, dtype=bool))
 
 
 @given(column_masks())

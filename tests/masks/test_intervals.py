@@ -43,17 +43,6 @@ def test_tile_states_are_as_tight_as_equation_4(drawn, block_m, block_n):
     assert (states[~touched.any(axis=0)] == intervals.FULL).all()
 
 
-@given(unchecked(), st.integers(1, 9), st.integers(1, 9), st.data())
-def test_a_range_of_row_tiles(drawn, block_m, block_n, data):
-    bounds, n_queries, _ = drawn
-    row_tiles = -(-n_queries // block_m)
-    first = data.draw(st.integers(0, row_tiles))
-    last = data.draw(st.integers(first, row_tiles))
-    table = intervals.tile_table(bounds, n_queries, block_m, block_n)
-    whole = intervals.tile_states(table, 0, row_tiles)
-    assert_array_equal(intervals.tile_states(table, first, last), whole[first:last])
-
-
 @given(unchecked())
 def test_keys_that_intervals_hide_together(drawn):
     """A key that no row sees is skipped, however many intervals that takes."""

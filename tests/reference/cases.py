@@ -119,12 +119,6 @@ def check_backward(case, result, **options):
     assert_close(np.stack(result[:3]), exact, textbook, dtype=FLOAT32, name="dq, dk, dv")
 
 
-def check_reference_derivatives(case, forward, backward):
-    """Compare the gradients of a reference algorithm with differences of its forward."""
-    gradients = backward(forward(*case.qkv))[:3]
-    check_derivatives(case.qkv, case.do, lambda *qkv: forward(*qkv).o, gradients)
-
-
 def check_derivatives(arrays, do, forward, gradients, step=1e-3):
     """Compare gradients with central differences of sum(o * do) along random directions, in float64.
 

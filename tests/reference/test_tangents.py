@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuattn import io_model, reference, rng
-from cuattn.errors import ArgumentError
+from cuattn import io_model, reference
 from cuattn.reference import textbook
 from cuattn.reference.derivatives import differentiate
 from tests.reference.cases import DROPOUTS, FLOAT32, MASKS, cases, dense, draw_blocks
@@ -46,12 +45,6 @@ def test_counts_are_the_closed_forms(n):
     t_c = 8 * n * d // m
     assert io_model.flash_jvp(n, d, m).total == t_c * (6 * n * d + 6 * n) + 6 * n * d + 3 * n
     assert io_model.flash_backward_jvp(n, d, m).total == t_c * (10 * n * d + 3 * n) + 14 * n * d
-
-
-def test_dropout_needs_a_state():
-    x = np.ones((4, 2))
-    with pytest.raises(ArgumentError, match="rng is None"):
-        reference.flash_jvp(*[x] * 6, 4, dropout_p=0.5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -96,12 +89,3 @@ def test_the_textbook_is_the_complex_step_of_attention(softcap, biased, masked, 
             np.testing.assert_allclose(
                 getattr(found, name).astype(float), getattr(plain, name).astype(float), atol=1e-14
             )
-
-
-def test_a_state_is_replayed():
-    x = np.random.default_rng(0).standard_normal((8, 4))
-    state = rng.RNGState(3, 4)
-    jvp = reference.flash_jvp(*[x] * 6, 16, dropout_p=0.3, rng=state)
-    assert jvp.rng_state == state
-    fwd = reference.flash_forward(x, x, x, 16, dropout_p=0.3, rng=state)
-    np.testing.assert_allclose(jvp.o, fwd.o, atol=1e-14)

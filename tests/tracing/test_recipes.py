@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-import cuattn
-from cuattn.tracing.bound import Bound, facts
+from cuattn.tracing.bound import facts
 from cuattn.tracing.cuda import source
 from cuattn.tracing.cuda_tiles import tile_source
 from cuattn.tracing.derivatives import addend, derivative, split_visible, weights
@@ -49,25 +48,6 @@ def test_scores(recipe):
         assert_close(found, exact, exact.astype(dtype), magnitude=8 * np.abs(exact[np.isfinite(exact)]).max())
 
 
-def attended(q, k, v, score):
-    """Attention of scores that a formula changes, in the precision of q."""
-    s = score(np.einsum("bhid,bhjd->bhij", q, k) * q.dtype.type(q.shape[-1] ** -0.5)).astype(q.dtype)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    return np.einsum("bhij,bhjd->bhid", p / p.sum(-1, keepdims=True), v)
-
-
-@pytest.mark.parametrize("package", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("recipe", SCORES, ids=lambda recipe: recipe.name)
-def test_scores_in_calls(recipe, package):
-    xp = pytest.importorskip(package)
-    q, k, v = np.random.default_rng(8).standard_normal((3, *SHAPE[:3], 16), np.float32)
-    wide = attended(*[x.astype(float) for x in (q, k, v)], recipe.formula)
-    args = tuple([xp.asarray(x.astype(np.float32) if x.dtype == float else x) for x in recipe.args])
-    found = cuattn.attention(*map(xp.asarray, (q, k, v)), score=recipe.function, score_args=args)
-    found = found if package == "numpy" else found.get()
-    assert_close(found, wide, attended(q, k, v, recipe.formula), magnitude=32)
-
-
 def test_additive_scores_are_told_from_others():
     others = {"softcap", "approximate_softcap", "temperature", "gated"}
     for recipe in SCORES:
@@ -97,31 +77,6 @@ def test_the_sums_of_array_gradients_are_planned_by_index():
         bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
         found = [x.place for slot in range(len(bound.arrays)) for x in weights(bound.root, slot)]
         assert found == PLACES.get(recipe.name, []), recipe.name
-
-
-def test_gradients_of_arrays_are_known_by_their_indices():
-    """The weights of what is added are those that the formula reads: a histogram of the cotangent."""
-    rng = np.random.default_rng(5)
-    for recipe in SCORES:
-        bound = trace(recipe.function, SCORE, recipe.args).bind(recipe.args)
-        s, cotangent = rng.normal(size=(2, *SHAPE))
-        for slot, array in enumerate(bound.arrays):
-            if array.dtype.kind != "f":
-                continue
-            gradient = np.zeros_like(array)
-            for _, indices, weight in weights(bound.root, slot):
-                places = [np.broadcast_to(evaluate(bound.of(x), NAMES), SHAPE) for x in indices]
-                values = evaluate(bound.of(weight), {**NAMES, "s": s}, np.float64)
-                np.add.at(gradient, tuple(places), np.broadcast_to(cotangent * values, SHAPE))
-            where = tuple(rng.integers(0, n) for n in array.shape)
-            moved = array.copy()
-            moved[where] += 1e-4
-            arrays = tuple([moved if x is array else x for x in bound.arrays])
-            calls = Bound(bound.root, arrays, bound.numbers), bound
-            after, before = (evaluate(x, {**NAMES, "s": s}, np.float64) for x in calls)
-            seen = np.isfinite(before)
-            wanted = (cotangent[seen] * (after[seen] - before[seen])).sum() / 1e-4
-            np.testing.assert_allclose(gradient[where], wanted, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

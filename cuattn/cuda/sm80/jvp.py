@@ -20,10 +20,7 @@ _FLOAT64 = np.dtype(np.float64)
 _PADDING = {2: 32, 4: 16, 8: 16}  # columns, by bytes of an element: rows of a tile are multiples of this
 _COLUMNS = {2: 128, 4: 128, 8: 64}  # that a block sums at most: two sums of each are in registers
 _EXPONENT = {4: 1}  # columns that a row's exponent takes
-_SPLIT_COLUMNS, _SPLIT_KEYS = (
-    128,
-    16384,
-)  # float32 by pairs of halves: beyond, sums that are rounded so often lose digits
+_SPLIT_COLUMNS, _SPLIT_KEYS = 128, 16384  # of float32 by pairs of halves: longer sums lose digits
 _STATIC_BYTES = 2048  # of shared memory, about, beside the tiles
 _TOGETHER = 2  # blocks meant to share a multiprocessor, where their tiles fit
 
@@ -168,10 +165,8 @@ class Jvp(TangentCall):
         columns = widths.chunk(widths.head_dim_v)
         more = _EXPONENT.get(widths.size, 0)
         of_stream = (widths.head_dim + more) * (1 + self.has("tk")) + (columns + more) * (1 + self.has("tv"))
-        of_owner, most = (
-            (widths.head_dim + more) * (1 + self.has("tq")),
-            (64 if columns <= 64 else 32) // (1 + (widths.size == 4)),
-        )
+        of_owner = (widths.head_dim + more) * (1 + self.has("tq"))
+        most = (64 if columns <= 64 else 32) // (1 + (widths.size == 4))
         found = widths.tile(of_owner, of_stream, self.device.shared_bytes, most)
         return found and Cut(*found, columns)
 

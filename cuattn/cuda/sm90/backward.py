@@ -43,7 +43,6 @@ _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the firs
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
-_MULTIPROCESSORS = 132
 _SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
@@ -125,7 +124,7 @@ class Cut:
         problem: Problem,
         bias: BiasForm = NO_BIAS,
         shares_q: bool = False,
-        multiprocessors: int = _MULTIPROCESSORS,
+        multiprocessors: int = forward.MULTIPROCESSORS,
     ) -> None:
         self.problem, blocks = problem, problem.masks == ("block",)
         self._multiprocessors = multiprocessors
@@ -156,9 +155,7 @@ class Cut:
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
-        masked = (
-            problem.masks or problem.deterministic
-        )  # where registers are short with masks; a fixed order is theirs, too
+        masked = problem.masks or problem.deterministic  # with masks registers are short; they keep a fixed order, too
         alone = problem.group == 1 and not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
         if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
             self.dq_tiles = self.keys.counts["row_tiles"]

@@ -88,7 +88,7 @@ HALVES_BYTES = 128  # what parts are multiplied by
 _SPLIT_KEYS = 1 << 28  # key tiles are counted in fewer bits
 _SPLIT_HEAD_DIM = 128
 _FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
-_MULTIPROCESSORS = 132  # of an H100 or H200
+MULTIPROCESSORS = 132  # of an H100 or H200
 _WIDE_ROUNDS = 1.08  # time of all tiles of 256 rows, beside that of tiles of 128, up to which they are taken
 _SHORT_FUNCTION, _LONG_FUNCTION = 16, 60  # operations, at most and from which on
 
@@ -281,7 +281,7 @@ class Cut:
         beside = len(problem.masks) + 2 * bool(problem.dropout)  # what takes registers
         if "block" in problem.masks or beside > 3:
             return _ROOMY_TILE
-        few = 2 * problem.instances <= _MULTIPROCESSORS  # of which each has a row tile of its own then
+        few = 2 * problem.instances <= MULTIPROCESSORS  # of which each has a row tile of its own then
         return _LOW_TILE if (masked or few) and tile.block_m == 256 else tile
 
     def _clocks(self, block_n: int) -> float:
@@ -334,7 +334,7 @@ class Cut:
         if masked or not long or self.head_dim != SLAB_COLUMNS or problem.out_dtype != problem.dtype:
             return False
         wide, narrow = (cdiv(problem.n_queries, rows) * problem.instances for rows in (256, 128))
-        rounds = 2 * cdiv(wide, _MULTIPROCESSORS), cdiv(narrow, _MULTIPROCESSORS)
+        rounds = 2 * cdiv(wide, MULTIPROCESSORS), cdiv(narrow, MULTIPROCESSORS)
         return rounds[0] <= _WIDE_ROUNDS * rounds[1]
 
     @property

@@ -89,7 +89,7 @@ class Cut(forward.Cut):
     @property
     def constants(self) -> Constants:
         """The prologue of the kernel."""
-        return {**super().constants, "overlap": True, "diagonal": False, "split": False}
+        return {**super().constants, "overlap": True, "diagonal": False}
 
 
 class Jvp(forward.Forward, TangentCall):

@@ -188,7 +188,7 @@ def test_padding_by_a_bias(head_dim, lowest, shape, dtype, n_keys):
 
 def test_padding_in_wide_tiles(monkeypatch):
     """Rows and keys that a dense bias of -inf hides, in tiles of four warpgroups."""
-    monkeypatch.setattr(forward, "_MULTIPROCESSORS", 1)
+    monkeypatch.setattr(forward, "MULTIPROCESSORS", 1)
     problem = made(sized("wide", 500, 1096, bias=bias_of(1, 1, 1, 1, dtype=BF16)))
     bias = problem.options["bias"]
     bias[..., 900:] = bias[..., 5, :] = bias[..., 64:140, :200] = bias[..., 300:, 130:400] = -np.inf

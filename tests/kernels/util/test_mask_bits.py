@@ -9,18 +9,18 @@ import pytest
 
 from cuattn.cuda.params import TABLES
 from cuattn.cuda.tables import CallMasks
-from cuattn.masks import BooleanMask, from_function
+from cuattn.masks import BooleanMask, causal_document, from_function, random_eviction
 from cuattn.problem import Band
 from tests.cuda.sm90.test_forward_plan import problem as problem_of
 
 pytestmark = pytest.mark.gpu
 
 
-def tables(mask, problem, tile, packed):
+def tables(mask, problem, tile, packed, kind="boolean"):
     """Return the tables of a mask, by name, as arrays of 32-bit words, and what they are made for."""
     import cupy
 
-    masks = CallMasks(dataclasses.replace(problem, masks=("boolean",)), [mask], 0, packed)
+    masks = CallMasks(dataclasses.replace(problem, masks=(kind,)), [mask], 0, packed)
     made = masks.tables(extent := masks.extent(*tile))
     memory = cupy.full(made.nbytes, 0xA5, np.uint8)
     stream = cupy.cuda.get_current_stream()
@@ -73,6 +73,25 @@ def test_tables(shape, tile, band, computed):
     if band is not None:
         offset = i + band.offset
         seen = seen & (j <= offset + band.right) & (j >= offset - (n_keys if band.left is None else band.left))
-    assert sorted(found["order"][: -(-n_queries // tile[0])]) == list(range(-(-n_queries // tile[0])))
+    order = found["order"].reshape(-1, 4)[: -(-n_queries // tile[0])]
+    assert sorted(order[:, 0]) == list(range(-(-n_queries // tile[0])))
+    assert (order[:, 1:3] == (0, extent.key_tiles - 1)).all()
     alive = found["alive"][: heads * -(-n_keys // 32)].reshape(heads, -1)
     np.testing.assert_array_equal(alive[:, j // 32] >> (j % 32).astype(np.uint32) & 1, seen.any(axis=1))
+
+
+@pytest.mark.parametrize("tile", [(128, 128, 64), (192, 64, 64), (64, 112, 64)])
+@pytest.mark.parametrize("band", [None, Band(None, 0, 0)])
+@pytest.mark.parametrize("mask", [causal_document([700, 64, 1, 335, 2400, 3000]), random_eviction(6500, 3000, 0)])
+def test_spans_of_column_masks(mask, band, tile):
+    """No key tile is left out; where keys end with the row, rows may begin up to a row tile earlier."""
+    n, (block_m, block_n, _) = 6500, tile
+    found, extent = tables(mask, problem_of(batch=(), n_queries=n, n_keys=n, band=band), tile, False, "column")
+    order = found["order"].reshape(-1, 4)[: -(-n // block_m)]
+    assert sorted(order[:, 0]) == list(range(-(-n // block_m)))
+    seen = mask.dense()
+    for item, lowest, top, _ in order.astype(int):
+        rows = slice(max(item * block_m - (block_m - 64) * (band is not None), 0), (item + 1) * block_m)
+        keys = np.flatnonzero(seen[rows].any(0)) // block_n
+        assert (lowest, top) == (keys.min(), keys.max())
+    assert extent.key_tiles == -(-n // block_n)
