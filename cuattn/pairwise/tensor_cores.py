@@ -62,10 +62,12 @@ def constants_of(pairs: Pairs, wanted: Wanted, hopper: bool) -> dict[str, Any]:
     most = 4 if dim <= 64 and not wanted.slopes else 2
     width = cdiv(columns, max(cdiv(columns, most), 1))
     logs = [log.dtype for log in (wanted.row_log, wanted.key_log) if log is not None]
-    if wanted.slopes:
-        keys, warpgroups = 32, 3 if dim <= 64 else 2
-    else:
-        keys, warpgroups = (64, 4) if dim <= 64 else (32, 3)
+    warpgroups, keys = 0, 64 if dim <= 64 and not wanted.slopes else 32
+    if hopper and dim > 16:  # what was fastest; nothing is gained of 16 coordinates
+        if dim <= 64:
+            warpgroups, keys = 2 if wanted.slopes else 4, 64
+        else:
+            warpgroups, keys = (2, 64) if wanted.logs else (2 if wanted.slopes else 3, 32)
     return {
         "dim": dim,
         "width": width,
@@ -75,7 +77,7 @@ def constants_of(pairs: Pairs, wanted: Wanted, hopper: bool) -> dict[str, Any]:
         "log": "double" if np.float64 in logs else "float",
         "values": wanted.sums,
         "block_n": keys,
-        "warpgroups": warpgroups if hopper else 0,
+        "warpgroups": warpgroups,
         "stages": 4,
         "adders": _ADDERS,
     }

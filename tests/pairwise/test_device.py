@@ -51,20 +51,22 @@ def test_spills(case, arch):
 def test_products_spill_nothing(case, dim):
     for used in kernel_resources("pairwise/products.cu", product_constants(case, dim), "sm_90").values():
         assert (used.stack, used.spill_stores) == (0, 0)
-    for used in kernel_resources("pairwise/warpgroups.cu", product_constants(case, dim, True), "sm_90a").values():
-        assert (used.stack, used.spill_stores) == (0, 0)
+    if dim > 16:
+        for used in kernel_resources("pairwise/warpgroups.cu", product_constants(case, dim, True), "sm_90a").values():
+            assert (used.stack, used.spill_stores) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("dim", "most", "most_of_warpgroups"), [(16, 32, 0), (64, 64, 170), (80, 200, 0), (128, 200, 0)]
-)
+@pytest.mark.parametrize(("dim", "most"), [(16, 32), (64, 64), (80, 200), (128, 200)])
 @pytest.mark.parametrize("case", ["gradient", "softmin gradient"])
-def test_slopes_spill_little(case, dim, most, most_of_warpgroups):
+def test_slopes_spill_little(case, dim, most):
     """The sums of a long row leave little room; what is spilled then is a few numbers a tile of keys."""
     used = kernel_resources("pairwise/slopes.cu", product_constants(case, dim), "sm_90")["pairwise_slopes"]
     assert used.spill_stores <= most
-    found = kernel_resources("pairwise/warpgroup_slopes.cu", product_constants(case, dim, True), "sm_90a")
-    assert found["pairwise_warpgroup_slopes"].spill_stores <= most_of_warpgroups
+    if dim > 16:
+        for used in kernel_resources(
+            "pairwise/warpgroup_slopes.cu", product_constants(case, dim, True), "sm_90a"
+        ).values():
+            assert (used.stack, used.spill_stores) == (0, 0)
 
 
 @pytest.mark.parametrize(
