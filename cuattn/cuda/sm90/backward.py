@@ -460,7 +460,7 @@ class Backward(MappedCall):
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
-            self.add_mapped(*launched, rows.shared_bytes, ("dq",))
+            self.add_mapped(*launched, rows.shared_bytes, ("dq",), early=True)
         notes = [*cut.notes, *(by_score.notes if by_score else [])]
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
 
