@@ -119,12 +119,13 @@ __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at
 using VisibleBits = u64[2][(cfg::block_m + 63) / 64];
 
 // The same where nothing but a band hides: by key from which query on, and before which, counted as query_of(i) is.  Fewer registers, which
-// makes causal kernels faster by up to 1 %; tiles of 128 rows that hide nothing, and kernels that do more besides, keep the bits.
+// makes causal kernels faster by up to 1 %; tiles of 128 rows that hide nothing, and kernels that do more besides, keep the bits, as do heads
+// of three slabs, whose products would be run one by one (C7512).
 struct VisibleRange {
     i32 first[2], end[2];
 };
 constexpr bool plain = !cfg::dropout && !cfg::bias && !cfg::score && !cfg::softcap && !cfg::deterministic;
-constexpr bool band_alone = cfg::mask == kMaskNone && plain && (!unmasked || cfg::block_m == 64);
+constexpr bool band_alone = cfg::mask == kMaskNone && plain && (!unmasked || cfg::block_m == 64) && (by_function || !dq_elsewhere);
 using Visible = Either<band_alone, VisibleRange, VisibleBits>::type;
 
 // Takes away what a mask function hides.
