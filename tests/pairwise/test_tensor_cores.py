@@ -103,4 +103,4 @@ def test_scales_and_exponents(on_host, function, batch):
         found += pairwise.softmin_backward(problem.df, *points, f.astype(np.float32), eps=4.0)
         exact += [f, *problem.softmin_backward(np.float64, 4.0)]
     for own, true in zip(found, exact, strict=True):
-        assert np.abs(own - true).max() <= 1e-6 * np.abs(true).max()
+        assert np.abs(own - true).max() <= 2e-6 * np.abs(true).max()
