@@ -90,10 +90,12 @@ name                    type     meaning
 ``source``, ``stat``    type     along tangents: operands in memory, and l, m and unrounded sums
 ``to_elem``             type     the tangent of o read by the backward: ``elem`` or ``acc``
 ``columns``             int      along tangents: columns of a result that a block sums
+``sharers``             int      along tangents: warps that share rows, keys and columns of a result divided among them
 ``owner``               int      along tangents: what a block of the backward sums (kernels/sm80/bwd_jvp.cuh)
 ``keys_own``            bool     sm90 likewise: dk and dv, else dq
 ``one_pass``            bool     likewise: the launch for dk and dv adds dq up in memory, in no fixed order
 ``unit``                int      sm90 along tangents: rows whose numbers lie together
+``whole_loads``         bool     likewise: rows of o, do and their tangents may be read by 16 bytes
 ``moves``               bool     scores have a tangent
 ``tq``, ``tk``          bool     there is a tangent of q, of k (``tv``, ``tdo``, ``tbias`` likewise)
 ``primal``              bool     the gradients are wanted beside their tangents

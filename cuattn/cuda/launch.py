@@ -13,6 +13,7 @@ from cuattn.cuda.params import PARAMS
 from cuattn.cuda.source import constants_of
 
 _WORD = 8  # bytes
+_DESCRIBED = 64  # sets of addresses whose descriptions a kernel keeps
 
 
 class Piece(NamedTuple):
@@ -86,7 +87,8 @@ class Kernel:
             for slot, taken in slots.items()
             for word, name in enumerate([taken] if isinstance(taken, str) else taken, dtype.fields[slot][1] // _WORD)
         ]
-        self._maps = [(names[name], describe) for name, describe in maps]
+        self._mapped = [names[name] for name, _ in maps]
+        self._described = functools.lru_cache(_DESCRIBED)(functools.partial(_described, [each for _, each in maps]))
         self._idle: list[Piece] = []  # arguments that no launch is being made of
         self.dtype = dtype
         self.is_placed = dtype.names[0] == PARAMS.names[0]
@@ -104,7 +106,7 @@ class Kernel:
     def _piece(self) -> Piece:
         """Return memory with the first argument and with room for the addresses of all."""
         size = len(self._template)
-        storage = np.zeros(size + 1 + len(self._maps), np.uint64)
+        storage = np.zeros(size + 1 + len(self._mapped), np.uint64)
         storage[:size] = self._template
         storage[size] = storage.ctypes.data
         words = memoryview(storage)
@@ -137,10 +139,9 @@ class Kernel:
         for half, value in changes:
             piece.halves[half] = value
         maps = ()
-        if self._maps:
-            maps = [describe(addresses[index]) for index, describe in self._maps]
-            for word, described in enumerate(maps, len(words) - len(maps)):
-                words[word] = described.address
+        if self._mapped:
+            maps, where = self._described(*[addresses[index] for index in self._mapped])
+            words[-len(maps) :] = where
         self._start(piece, maps, stream)
         if keep:
             self._idle.append(piece)
@@ -150,6 +151,12 @@ class Kernel:
         launch = _thread.launch or _prepare_thread()
         _held, told = self._launched
         launch(*told, stream, piece.arguments, 0)
+
+
+def _described(describers: Sequence[Callable[[int], Any]], *addresses: int) -> tuple[list[Any], Any]:
+    """Return what describes arrays, and where these descriptions are."""
+    found = [describe(address) for describe, address in zip(describers, addresses, strict=True)]
+    return found, np.array([each.address for each in found], np.uint64)
 
 
 class _Thread(threading.local):

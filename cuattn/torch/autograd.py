@@ -88,8 +88,10 @@ class _Differentiated:
     def backward(ctx: Any, do: Any, _: Any = None, dlse: Any = None) -> Tensors:
         o, l, m, *x = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        plain = not (torch.is_grad_enabled() or transforms())
-        gradients = (core.backward if plain else Backward.apply)(ctx.call, do, dlse, o, l, m, *x)
+        if not (torch.is_grad_enabled() or transforms()):
+            gradients = core.backward(ctx.call, do, dlse, o, l, m, *x)
+        else:  # constant to it: else the gradient of gradients would come by here again, with zeros
+            gradients = Backward.apply(ctx.call, do, dlse, o.detach(), l, m.detach(), *x)
         return None, *spread(gradients, x[3], x[6:])
 
 

@@ -135,7 +135,8 @@ def _differentiate_forward(ctx: Any, do: Any, _: Any, dlse: Any) -> tuple[Any, .
     o, l, m, *x = ctx.saved_tensors
     operands, scores = x[:_N], x[_N:]
     do = torch.zeros_like(o) if do is None else do
-    gradients = torch.ops.cuattn.backward(do, dlse, o, l, m, *operands, scores, *ctx.options)
+    constant = o.detach(), l, m.detach()  # else the gradient of gradients would come by here again, with zeros
+    gradients = torch.ops.cuattn.backward(do, dlse, *constant, *operands, scores, *ctx.options)
     return _arranged(gradients, operands, scores, ctx.options)
 
 

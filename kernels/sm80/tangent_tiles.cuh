@@ -16,7 +16,11 @@ using Acc = cfg::acc;
 using Product = Mma<Elem>;
 
 constexpr int threads = 32 * cfg::warps;
-constexpr int owned_rows = 16 * cfg::warps;
+// Warps that share 16 rows: each finds the scores of its part of the keys, and sums its part of the columns.
+constexpr int sharers = cfg::sharers, owned_rows = 16 * cfg::warps / sharers;
+
+__device__ __forceinline__ u32 own_row() { return sharers == 1 ? threadIdx.x / 32 * 16 : threadIdx.x / 32 % (owned_rows / 16) * 16; }
+__device__ __forceinline__ u32 own_share() { return sharers == 1 ? 0 : threadIdx.x / (2 * owned_rows); }
 
 // Rows for which live(row of the tile) is true, of which n_cols columns exist; all else becomes zeros.
 template <int rows, int columns, class Live>
@@ -38,15 +42,15 @@ template <int columns, int tiles>
 __device__ __forceinline__ void add_scores(Acc (&s)[1][tiles][4], u32 owner, u32 streamed) {
     const u32 lane = threadIdx.x % 32;
     if constexpr (sizeof(Elem) == 2) {
-        Product::QRows<1, columns> rows(owner, owned_rows, threadIdx.x / 32 * 16, lane);
+        Product::QRows<1, columns> rows(owner, owned_rows, own_row(), lane);
         rows.load();
         Product::scores(s, rows, streamed, lane);
     } else if constexpr (sizeof(Elem) == 4) {
         Acc part[1][tiles][4] = {};  // which exponents of rows are applied to
-        Product::scores(part, Product::QRows<1, columns>(owner, owned_rows, threadIdx.x / 32 * 16, lane), streamed, lane);
+        Product::scores(part, Product::QRows<1, columns>(owner, owned_rows, own_row(), lane), streamed, lane);
         unroll<tiles, 4>([&](int n, int i) { s[0][n][i] += part[0][n][i]; });
     } else {  // unrolled altogether it would hold too many addresses
-        const Mma<double>::QRows<1, columns> rows(owner, owned_rows, threadIdx.x / 32 * 16, lane);
+        const Mma<double>::QRows<1, columns> rows(owner, owned_rows, own_row(), lane);
         const Mma<double>::RowElements<columns * int(sizeof(double))> keys(streamed, lane);
 #pragma unroll 4
         for (int k = 0; k < columns / 8; ++k) {
@@ -71,7 +75,7 @@ __device__ __forceinline__ void add_moved_scores(Acc (&s)[1][tiles][4], Acc (&t)
     } else {
         constexpr int row_bytes = columns * int(sizeof(double));
         const u32 lane = threadIdx.x % 32;
-        const Mma<double>::QRows<1, columns> rows(q, owned_rows, threadIdx.x / 32 * 16, lane);
+        const Mma<double>::QRows<1, columns> rows(q, owned_rows, own_row(), lane);
         const Mma<double>::RowElements<row_bytes> keys(k, lane);
         Acc other[1][tiles][4] = {};
 #pragma unroll 2
@@ -243,7 +247,7 @@ __device__ __forceinline__ void store_sums(Out* to, i64 stride, i32 rows, i32 ro
     Product::arrange(sum);
     const u32 lane = threadIdx.x % 32;
     unroll<2>([&](int h) {
-        const i64 row = row0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * h;
+        const i64 row = row0 + own_row() + lane / 4 + 8 * h;
         if (row >= rows) return;
         unroll<sums, 2>([&](int n, int e) {
             const i32 column = first + Product::column(n, lane % 4) + e;
@@ -256,7 +260,7 @@ __device__ __forceinline__ void store_sums(Out* to, i64 stride, i32 rows, i32 ro
 // columns of the streamed side; `keys_own`: the owner's are keys.
 template <bool keys_own, int tiles, class Work>
 __device__ __forceinline__ void for_elements(const Params& p, const TracedHead& head, i32 owner0, i32 stream0, const Work& work) {
-    const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32, own = owner0 + static_cast<i32>(threadIdx.x) / 32 * 16 + lane / 4;
+    const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32, own = owner0 + static_cast<i32>(own_row()) + lane / 4;
     unroll<2>([&](int h) {
         const i32 mine = own + 8 * h;
         const TracedRow own_row = TracedRow::of(p, head, mine);
@@ -272,7 +276,7 @@ __device__ __forceinline__ void for_elements(const Params& p, const TracedHead& 
 // Calls work(n, i) for a lane's scores that masks, the band or the end of an axis hide.
 template <bool keys_own, int tiles, class Work>
 __device__ __forceinline__ void for_hidden(const Params& p, const MaskSlices& slices, i32 owner0, i32 stream0, const Work& work) {
-    const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32, own = owner0 + static_cast<i32>(threadIdx.x) / 32 * 16 + lane / 4;
+    const i32 lane = ptx::opaque(static_cast<i32>(threadIdx.x)) % 32, own = owner0 + static_cast<i32>(own_row()) + lane / 4;
     const auto look = [&](const KeyMask& mask, i32 row, i32 key, int n, int i) {
         if (row >= p.n_queries || !mask.visible(p, row, key)) work(n, i);
     };
@@ -294,7 +298,7 @@ __device__ __forceinline__ void for_hidden(const Params& p, const MaskSlices& sl
 template <bool keys_own, int tiles, class Work>
 __device__ __forceinline__ void for_dropped(const Params& p, const RandomStream& stream, i32 owner0, i32 stream0, const Work& work) {
     constexpr u32 threshold = cfg::dropout ? cfg::dropout : 1;
-    const i32 lane = threadIdx.x % 32, own0 = owner0 + static_cast<i32>(threadIdx.x) / 32 * 16;
+    const i32 lane = threadIdx.x % 32, own0 = owner0 + static_cast<i32>(own_row());
     unroll<tiles / 2>([&](int c) {
         u32 words[4];
         if constexpr (!keys_own) {

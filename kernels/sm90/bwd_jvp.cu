@@ -5,7 +5,8 @@
 //
 // One launch owns row tiles and sums dQ. (7 products a tile without dO.), one owns key tiles and sums dK. and dV. (8).  Where keys own, scores are
 // transposed, so that both are the same: a producer warp feeds tiles of the other side to two consumer warpgroups of 64 own rows each.  Or
-// (cfg::one_pass) keys own, and dQ. is added up in memory, in no fixed order (10).
+// (cfg::one_pass) keys own, and each warpgroup adds what its keys give of dQ. up in memory, in no fixed order (10).  The warpgroups take turns at the
+// tensor cores, so that one's products run while the other weighs and differentiates.
 //
 // Grid: tiles of the owner * heads * batch.
 #include "ptx/registers.cuh"

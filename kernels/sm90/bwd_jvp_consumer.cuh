@@ -13,8 +13,7 @@ __device__ __forceinline__ void clear(float (&x)[n]) {
     ptx::wgmma_pin(x);  // before any product is under way
 }
 
-constexpr u32 crossing_barrier = 1;
-constexpr int dq_columns = 64 / warpgroups;  // that a warpgroup adds to dQ.
+constexpr u32 turn_barrier = 1, slabs_barrier = 1 + warpgroups;  // of the first warpgroup: its turn at the tensor cores has come; its dX is in slabs
 
 struct Consumer {
     const TangentParams& p;
@@ -30,8 +29,8 @@ struct Consumer {
     Fragments ds, tds, pu, pz;              // dX, dX., P Z u and P Z, rounded
     float sum[cfg::head_dim / 2];           // dQ. or dK.
     float dv[cfg::head_dim_v / 2];          // dV., where keys own
-    float dq[dq_columns / 2];               // of the last tile's queries, with one pass
-    u32 buffer;                             // that its dX crosses
+    float dq[32];                           // of a tile's queries, with one pass
+    u32 buffer;                             // of slabs that its dX takes
 
     // d = A B^T of this warpgroup's rows of the owner and the tile in the slot; at: of the operands.
     template <int columns>
@@ -73,44 +72,42 @@ struct Consumer {
         unroll<streamed / 16>([&](int j) { ptx::stmatrix_x4_trans(at + j * 2 * eight_rows, a[j][0], a[j][1], a[j][2], a[j][3]); });
     }
 
-    // This warpgroup's columns of dQ. of a tile, over all keys.  at: of the rows' dX; factors: of the owner's.
+    // dQ. of a tile by this warpgroup's keys.  at: of their dX; factors: of the owner's.
     __device__ __forceinline__ void multiply_queries(u32 at, int factors, u32 begun) {
-        unroll<own_rows / 16>([&](int step) {
-            const u64 a = ptx::wgmma_descriptor(at, 16, eight_rows) + ((step / 4 * slab_bytes + 32 * (step % 4)) >> 4);
-            const u64 b = ptx::wgmma_descriptor(shared.own() + factors + 2 * dq_columns * warpgroup, own_rows * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
-            ptx::Product<dq_columns>::template ss<is_bfloat16, 1, 1>(dq, a, b, step > 0 || begun);
+        unroll<4>([&](int step) {
+            const u64 a = ptx::wgmma_descriptor(at, 16, eight_rows) + ((32 * step) >> 4);
+            const u64 b = ptx::wgmma_descriptor(shared.own() + factors + row_offset, own_rows * row_bytes, eight_rows) + ((step * 2 * eight_rows) >> 4);
+            ptx::Product<64>::template ss<is_bfloat16, 1, 1>(dq, a, b, step > 0 || begun);
         });
     }
 
-    // dX goes to where both warpgroups' products find it.  By the time that the other one's is there, too, it has done with the buffer of the last
-    // tile.
-    __device__ __forceinline__ void issue_dq() {
-        const u32 slabs_at = shared.crossing(buffer), own_slab = slabs_at + slab_bytes * warpgroup;
-        store_transposed(tds, own_slab);
-        if constexpr (OwnSide::moved) store_transposed(ds, own_slab + warpgroups * slab_bytes);
+    // One warpgroup's products run while the other one weighs and differentiates.
+    __device__ __forceinline__ void await_turn() const { ptx::barrier_sync(turn_barrier + warpgroup, 128 * warpgroups); }
+    __device__ __forceinline__ void pass_turn() const { ptx::barrier_arrive(turn_barrier + (warpgroup ^ 1), 128 * warpgroups); }
+
+    // dX as queries' products take it.  By the time that all warps' part is there, all have done with the buffer of the last tile.
+    __device__ __forceinline__ void store_slabs() const {
+        const u32 at = shared.own_slabs(warpgroup, buffer);
+        store_transposed(tds, at);
+        if constexpr (OwnSide::moved) store_transposed(ds, at + slab_bytes);
         ptx::async_proxy_fence();
-        ptx::barrier_sync(crossing_barrier, 128 * warpgroups);
+        ptx::barrier_sync(slabs_barrier + warpgroup, 128);
+    }
+
+    __device__ __forceinline__ void issue_dq() {
+        const u32 at = shared.own_slabs(warpgroup, buffer);
         ptx::wgmma_fence();
-        multiply_queries(slabs_at, 0, 0);
-        if constexpr (OwnSide::moved) multiply_queries(slabs_at + warpgroups * slab_bytes, OwnSide::tx_at, 1);
+        multiply_queries(at, 0, 0);
+        if constexpr (OwnSide::moved) multiply_queries(at + slab_bytes, OwnSide::tx_at, 1);
         ptx::wgmma_commit();
         buffer ^= 1;
     }
 
-    // Adds what a tile gave.
-    __device__ __forceinline__ void add_dq(i32 first_row, i32 head) {
-        ptx::wgmma_pin(dq);
-        const float factor = static_cast<float>(p.scale * p.dropout_scale);
-        float* sums = static_cast<float*>(p.dq_acc) + static_cast<i64>(work.batch * p.heads + head) * p.n_queries * p.head_dim;
-        unroll<2>([&](int half) {
-            const i32 row = first_row + fragment_row() + 8 * half;
-            if (row >= p.n_queries) return;
-            unroll<dq_columns / 8>([&](int eight) {
-                const i32 column = dq_columns * static_cast<i32>(warpgroup) + 8 * eight + 2 * static_cast<i32>(threadIdx.x % 4);
-                const int i = 4 * eight + 2 * half;
-                if (column < p.head_dim) ptx::red_add_x2(sums + static_cast<i64>(row) * p.head_dim + column, dq[i] * factor, dq[i + 1] * factor);
-            });
-        });
+    // Adds what a tile gave, in the order of registers (sm90/bwd_jvp_convert.cu).
+    __device__ __forceinline__ void add_dq(i32 first_row, i32 head) const {
+        const i64 padded = (p.n_queries + 127) / 128 * 128, row = (work.batch * p.heads + head) * padded + first_row;
+        float* sums = static_cast<float*>(p.dq_acc) + row * 64 + threadIdx.x % 128 * 4;
+        unroll<8>([&](int i) { ptx::red_add_x4(sums + 512 * i, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]); });
     }
 
     __device__ __forceinline__ TilePlace place(const Step& step) const {
@@ -150,6 +147,8 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void accumulate_tiles() {
+        if (warpgroup + 1 == warpgroups) pass_turn();  // the first warpgroup begins
+        await_turn();
         for (i32 before = -1;;) {
             ptx::mbarrier_wait(shared.full(slot.stage), slot.phase);
             const Step step = shared.step(slot.stage);
@@ -166,6 +165,7 @@ struct Consumer {
             u32 seen = partial ? find_seen(p, at) : ~0u;
             numbers.shared = shared.row_numbers(stage) + threadIdx.x % 4;
             ptx::wgmma_wait<1>();
+            pass_turn();
             ptx::wgmma_pin(s);
             ptx::wgmma_pin(t);
             weigh(at, partial, seen, kept);
@@ -174,16 +174,20 @@ struct Consumer {
             ptx::wgmma_pin(tg);
             if (told_by_scores || partial) clear_unseen(g, seen), clear_unseen(tg, seen);
             differentiate(kept);
+            if constexpr (one_pass) store_slabs();
+            await_turn();
             if constexpr (one_pass) issue_dq();
             accumulate(stage);
             if constexpr (one_pass) {
                 ptx::wgmma_wait<1>();
+                ptx::wgmma_pin(dq);
                 add_dq(step.number * streamed, step.head);
             }
             before = stage;
             slot.advance();
             row_offset += p.splits;
         }
+        pass_turn();
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(sum);
         if constexpr (keys_own) ptx::wgmma_pin(dv);

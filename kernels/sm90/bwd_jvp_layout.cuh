@@ -11,10 +11,11 @@ constexpr bool keys_own = cfg::keys_own;
 constexpr int warpgroups = 2, own_rows = 64 * warpgroups, streamed = keys_own ? cfg::block_m : cfg::block_n;
 static_assert((keys_own ? cfg::block_n : cfg::block_m) == own_rows);
 
-// Does a launch that owns keys add up dQ. in memory, too?  dX of 64 keys and so many queries crosses shared memory then, in one of two buffers.
+// Does a launch that owns keys add up dQ. in memory, too?  dX of a warpgroup's 64 keys and so many queries are slabs in one of two
+// buffers then.
 constexpr bool one_pass = cfg::one_pass;
-constexpr int slab_bytes = streamed * row_bytes, crossing_bytes = one_pass ? 2 * warpgroups * slab_bytes : 0;
-static_assert(!one_pass || (keys_own && streamed == 64 && slabs == 1 && cfg::mask == kMaskNone));
+constexpr int slab_bytes = streamed * row_bytes, slabs_bytes = one_pass ? 2 * warpgroups * slab_bytes : 0;
+static_assert(!one_pass || (keys_own && streamed == 64 && slabs == 1));
 
 // A bias hides as masks do, and so does a function of the scores.
 constexpr bool told_by_scores = cfg::bias || cfg::score, may_hide = !unmasked || told_by_scores;
@@ -57,7 +58,7 @@ struct Work {
     i32 tile, head, batch;  // of the owner
 };
 
-constexpr int stage_bytes = StreamSide::bytes, crossing_at = OwnSide::bytes + cfg::stages * stage_bytes, numbers_at = crossing_at + 2 * crossing_bytes;
+constexpr int stage_bytes = StreamSide::bytes, slabs_at = OwnSide::bytes + cfg::stages * stage_bytes, numbers_at = slabs_at + 2 * slabs_bytes;
 constexpr int steps_at = numbers_at + cfg::stages * numbers_bytes, barriers_at = steps_at + cfg::stages * int(sizeof(Step));
 constexpr int walk_at = (barriers_at + 8 * (3 * cfg::stages + 2) + 15) / 16 * 16;
 constexpr int shared_bytes = walk_at + int(keys_own ? sizeof(WalkTables) : sizeof(MaskPlace));
@@ -72,8 +73,8 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 raw(u32 number) const { return may_hide ? full(2 * cfg::stages + number) : full(number); }
     __device__ __forceinline__ u32 own_full() const { return full(3 * cfg::stages); }
     __device__ __forceinline__ u32 own_raw() const { return full(3 * cfg::stages + (one_pass && may_hide)); }
-    // dX. of the first and of the second 64 keys, then dX.
-    __device__ __forceinline__ u32 crossing(u32 buffer) const { return address + crossing_at + buffer * crossing_bytes; }
+    // A warpgroup's dX. and dX.
+    __device__ __forceinline__ u32 own_slabs(u32 warpgroup, u32 buffer) const { return address + slabs_at + buffer * slabs_bytes + 2 * warpgroup * slab_bytes; }
     __device__ __forceinline__ WalkTables& walk() const { return at<WalkTables>(walk_at); }
     __device__ __forceinline__ MaskPlace& place() const { return at<MaskPlace>(walk_at); }
     __device__ __forceinline__ const float2* row_numbers(u32 number) const { return &at<const float2>(numbers_at + number * numbers_bytes); }

@@ -112,10 +112,13 @@ struct Cleaner {
     __device__ __forceinline__ bool lives(const Step& step, u32 stage, i32 row) const {
         if constexpr (keys_own) return shared.at<const float>(numbers_at + stage * numbers_bytes, exponent * streamed + row) != -infinity<float>();
         const i32 key = step.number * streamed + row;
-        if (key >= p.n_keys) return true;  // zero already
-        if (!band_sees(p, key)) return false;
-        if (cfg::mask != kMaskNone && !key_alive(p, slice_of(p.table, work.batch, step.head), key)) return false;
-        return !cfg::bias || bias_shows(p, slice_of(p.bias, work.batch, step.head), key);
+        return key_lives(key, step.head) && (!cfg::bias || key >= p.n_keys || bias_shows(p, slice_of(p.bias, work.batch, step.head), key));
+    }
+
+    // Does some row of a head see the key?  Those beyond the last are zero already.
+    __device__ __forceinline__ bool key_lives(i32 key, i32 head) const {
+        if (key >= p.n_keys) return true;
+        return band_sees(p, key) && (cfg::mask == kMaskNone || key_alive(p, slice_of(p.table, work.batch, head), key));
     }
 
     __device__ __forceinline__ void clear(u32 stage, u32 row) const {
@@ -126,15 +129,18 @@ struct Cleaner {
         if constexpr (StreamSide::moved_v) clear_row<streamed, slabs_v>(tile + StreamSide::tv_at, row);
     }
 
-    // Keys that the band hides from every row, where they are factors of dQ.
+    // Keys that are hidden from every row, of all heads that share them, where they are factors of dQ.
     __device__ __forceinline__ void clear_own() const {
+        const i32 first = threadIdx.x % 32;
+        u32 alive = 0;  // found while the rows travel
+        for (i32 member = 0; member < p.group; ++member)
+            unroll<own_rows / 32>([&](int i) { alive |= static_cast<u32>(key_lives(work.tile * own_rows + first + 32 * i, work.head * p.group + member)) << i; });
         ptx::mbarrier_wait(shared.own_raw(), 0);
-        for (u32 row = threadIdx.x % 32; row < own_rows; row += 32) {
-            const i32 key = work.tile * own_rows + row;
-            if (key >= p.n_keys || band_sees(p, key)) continue;
-            clear_row<own_rows, slabs>(shared.memory, row);
-            if constexpr (OwnSide::moved) clear_row<own_rows, slabs>(shared.memory + OwnSide::tx_at, row);
-        }
+        unroll<own_rows / 32>([&](int i) {
+            if (alive >> i & 1) return;
+            clear_row<own_rows, slabs>(shared.memory, first + 32 * i);
+            if constexpr (OwnSide::moved) clear_row<own_rows, slabs>(shared.memory + OwnSide::tx_at, first + 32 * i);
+        });
         ptx::async_proxy_fence();
         release(shared.own_full());
     }

@@ -176,6 +176,21 @@ def test_forward_mode_is_one_pass(monkeypatch):
     assert calls == ["jvp"] * 3
 
 
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=["o", "lse"])
+def test_the_gradient_of_gradients_is_one_pass(options, monkeypatch):
+    q, k, v = operands()
+    calls = []
+    for name in ("forward", "backward", "double_backward"):
+        core = getattr(cuattn, name)
+        monkeypatch.setattr(cuattn, name, lambda *x, name=name, core=core, **o: calls.append(name) or core(*x, **o))
+    found = gqa(q, k, v, **options)
+    found = found if options else (found,)
+    do = [torch.ones_like(x).requires_grad_() for x in found]
+    gradients = torch.autograd.grad(found, (q, k, v), do, create_graph=True)
+    torch.autograd.grad(gradients, (q, k, v, *do), [torch.ones_like(x) for x in gradients])
+    assert calls == ["forward", "backward", "double_backward"]
+
+
 def test_the_older_vmap_of_gradients_is_refused_with_advice():
     q, k, v = operands()
     o = gqa(q, k, v)

@@ -39,15 +39,18 @@ class Cut(NamedTuple):
     tile: Tile
     shared_bytes: int
     columns: int
+    sharers: int = 1
 
     def constants(self, keys_own: bool = False) -> Constants:
         """Return what a kernel is told of it."""
         warps, streamed, stages = self.tile
-        sides = (streamed, 16 * warps) if keys_own else (16 * warps, streamed)
+        owned = 16 * warps // self.sharers
+        sides = (streamed, owned) if keys_own else (owned, streamed)
         block = dict(zip(("block_m", "block_n"), sides, strict=True))
-        return {**block, "warps": warps, "stages": stages, "columns": self.columns}
+        return {**block, "warps": warps, "stages": stages, "columns": self.columns, "sharers": self.sharers}
 
 
+_SHARED = Tile(8, 16, 1)  # of float64, where two warps have the same rows
 _TILES = {
     2: (Tile(4, 64, 2), Tile(4, 32, 2), Tile(4, 32, 1), Tile(2, 32, 1), Tile(2, 16, 1), Tile(1, 16, 1)),
     4: (Tile(8, 32, 2), Tile(8, 32, 1), Tile(8, 16, 2), Tile(4, 32, 1), Tile(4, 16, 1), Tile(2, 16, 1), Tile(1, 16, 1)),
@@ -157,6 +160,8 @@ class Jvp(TangentCall):
 
     def _cut(self) -> Cut | None:
         widths = self.widths
+        if shared := self._shared_cut():
+            return shared
         columns = widths.chunk(widths.head_dim_v)
         more = _EXPONENT.get(widths.size, 0)
         of_stream = (widths.head_dim + more) * (1 + self.has("tk")) + (columns + more) * (1 + self.has("tv"))
@@ -164,6 +169,17 @@ class Jvp(TangentCall):
         most = (64 if columns <= 64 else 32) // (1 + (widths.size == 4))
         found = widths.tile(of_owner, of_stream, self.device.shared_bytes, most)
         return found and Cut(*found, columns)
+
+    def _shared_cut(self) -> Cut | None:
+        """Return how two warps share rows, where float64 has columns for two and memory for that."""
+        widths, (warps, keys, stages) = self.widths, _SHARED
+        columns = pad(widths.head_dim_v, 2 * _PADDING[8])
+        if widths.size < 8 or not _COLUMNS[8] < columns <= 2 * _COLUMNS[8]:
+            return None
+        of_owner = widths.head_dim * (1 + self.has("tq"))
+        of_stream = widths.head_dim * (1 + self.has("tk")) + columns * (1 + self.has("tv"))
+        size = (8 * warps * of_owner + stages * keys * of_stream + 16 * warps * keys) * widths.size  # and what is told
+        return Cut(_SHARED, size, columns, 2) if size <= self.device.shared_bytes - _STATIC_BYTES else None
 
     def unsupported_reason(self) -> str | None:
         against = unsupported_reason(self.problem)

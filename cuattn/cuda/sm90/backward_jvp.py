@@ -13,7 +13,7 @@ import numpy as np
 
 from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
 from cuattn.cuda.constants import Constants, is_sloped
-from cuattn.cuda.sm80.backward import Sum, add_sum, broadcast_heads, sum_array, sum_of_parts
+from cuattn.cuda.sm80.backward import broadcast_heads
 from cuattn.cuda.sm80.jvp import TangentCall
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.backward import Backward
@@ -29,7 +29,7 @@ _MAX_HEAD_DIM = 128
 _NUMBERS, _FLOAT = 5, 4
 _TANGENTS = ("tq", "tk", "tv", "tdo")
 _WARPS = 12  # a warpgroup that copies, two that multiply
-_ROW_WARPS, _ROWS = 4, 4  # of backward_jvp_rows: warps, and rows that each takes at a time
+_ROW_WARPS, _ROWS = 4, 8  # of backward_jvp_rows: warps, and rows that each takes at a time
 _MOST = 3  # stages
 
 
@@ -43,7 +43,7 @@ class Ring(NamedTuple):
 
 def takes_one_pass(problem: Problem) -> bool:
     """Return whether one launch sums dk and dv in registers and dq in memory, in no fixed order."""
-    plain = not (problem.masks or problem.dropout or problem.deterministic or is_sloped(problem) or problem.score)
+    plain = not (problem.dropout or problem.deterministic or is_sloped(problem) or problem.score)
     return plain and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
 
 
@@ -109,17 +109,13 @@ class AlongTangents(TangentCall, MappedCall):
             return f"the gradient of {name} is a sum over axes along which it was broadcast"
         return self.layout_reason(filter(self.has, _TANGENTS))
 
-    @property
-    def _sum(self) -> Sum:
-        """Return the sum that dq is the one term of."""
-        return sum_of_parts(1, self.problem.instances * self.problem.n_queries * self.problem.head_dim)
-
     def begin(self, scratch: dict[str, Array], counters: int = 0, arithmetic: np.dtype | None = None) -> None:
         """Make the launch sequence, with scratch memory for the tangents."""
         rows = Array((self.problem.instances, pad(self.problem.n_queries, _OWN), _NUMBERS), np.dtype(np.float32))
         scratch = {**scratch, "rows": rows}
         if self._one_pass:
-            scratch["tdq_acc"] = sum_array(self.problem, self._sum)
+            size = self.problem.instances * pad(self.problem.n_queries, _OWN) * SLAB_COLUMNS
+            scratch["tdq_acc"] = Array((size,), np.dtype(np.float32))
         super().begin(scratch, counters, arithmetic)
 
     def add_tangents(self) -> Plan:
@@ -133,7 +129,7 @@ class AlongTangents(TangentCall, MappedCall):
         self._add_rows(constants)
         if self._one_pass:
             self._add(constants, keys_own=True, ring=by_keys)
-            add_sum(self, "tdq", self._sum)
+            self._convert(constants, by_keys)
             note = "dq is added up in memory in no fixed order; deterministic=True makes it bitwise repeatable"
         else:
             self._add(constants, keys_own=False, ring=by_rows)
@@ -141,11 +137,21 @@ class AlongTangents(TangentCall, MappedCall):
             note = "dq by a pass of its own over the scores; all sums in a fixed order"
         return self.planned("sm90/bwd_jvp.cu", (by_keys.streamed, _OWN), _WARPS, by_keys.shared_bytes, constants, note)
 
+    def _convert(self, constants: Constants, ring: Ring) -> None:
+        """Append the launch that turns the sums of dq into rows."""
+        constants = constants | {"keys_own": True, "block_m": ring.streamed, "block_n": _OWN, "stages": ring.stages}
+        fields, own = self.tangents((), {"tdq.data": "tdq", "dq_acc": "tdq_acc"})
+        blocks = self.problem.instances * pad(self.problem.n_queries, _OWN) // ring.streamed
+        self.add("sm90/bwd_jvp_convert.cu", "backward_jvp_convert", constants, (blocks,), 4, fields, own=own)
+
     def _add_rows(self, constants: Constants) -> None:
         """Append the launch that computes what the others need of rows."""
         problem, names = self.problem, ("o", "to")
         of = {f"{name}_elem": DTYPES[getattr(self.operands.get(name), "dtype", problem.dtype)].cuda for name in names}
-        constants = constants | of | {"dlse": self.has("dlse") > 0, "ddo": "ddo" in self.arrays}
+        constants = constants | of | {
+            "dlse": self.has("dlse") > 0, "ddo": "ddo" in self.arrays,
+            "whole_loads": self.load_bytes("o", "to", "do", "tdo") == 16,
+        }  # fmt: skip
         slots = {"rows": "rows", **self._sums}
         fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), slots)
         blocks = min(

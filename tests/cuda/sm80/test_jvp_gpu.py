@@ -1,4 +1,4 @@
-"""The portable kernel along tangents on a GPU: float32, whose products are three of halves, against the textbook."""
+"""The portable kernel along tangents on a GPU against the textbook: float32 by products of halves, and float64."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from tests.derivatives import JVP, Known, tangents_of
 
 pytestmark = pytest.mark.gpu
 
+F64 = {"dtype": np.dtype(np.float64), "batch": (1,)}
 F32 = {"dtype": np.dtype(np.float32), "batch": (1,)}
 CASES = [
     sized("d64", 150, 333, **F32),
@@ -20,16 +21,19 @@ CASES = [
     sized("columns", 300, 200, mask=columns_of, **F32),
     sized("boolean d128", 100, 200, 128, mask=dense_of, **F32),
     Case("d 40 dv 72", head_dim=40, head_dim_v=72, options={"softcap": 3.0}, **F32),
+    sized("float64 d128 causal", 150, 140, 128, options={"is_causal": True}, **F64),
+    sized("float64 d72 dropout", 70, 140, 72, options={"dropout_p": 0.3, "rng": 5}, heads=4, kv_heads=2, **F64),
+    sized("float64 columns", 150, 200, mask=columns_of, **F64),
 ]
 
 
 @pytest.mark.parametrize(("names", "size"), [("qkv", 1.0), ("q", 2.0**40), ("kv", 2.0**-40), ("v", 1.0)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_float32(case, names, size):
-    """Tangents of any size: halves have few bits, and a fixed least one."""
+def test_jvp(case, names, size):
+    """Tangents of any size: halves have few bits, and a fixed least one; in float64 two warps may share rows."""
     arrays, options = case.arrays()
     tangents = {
-        name: x if x is None else (x * size).astype(np.float32) for name, x in tangents_of(arrays, names).items()
+        name: x if x is None else (x * size).astype(case.dtype) for name, x in tangents_of(arrays, names).items()
     }
     given = {name: to_device(x) for name, x in {**options, **tangents}.items()}
     found = cuattn.jvp(*map(to_device, arrays.values()), kernel="sm80", **given)

@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 import cuattn
-from tests.cuda.cases import F16, Case, blocks_of, columns_of, dense_of, oracle_options, same_bits, sized, to_device
+from tests.cuda.cases import (
+    F16,
+    Case,
+    blocks_of,
+    columns_of,
+    dense_of,
+    oracle_options,
+    same_bits,
+    sized,
+    to_device,
+    visible,
+)
 from tests.derivatives import TANGENTS, Known
 
 pytestmark = pytest.mark.gpu
@@ -94,19 +105,19 @@ def test_results_are_the_same_every_time(case):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    "options", [{"is_causal": "top_left"}, {"window": (30, 30, "top_left")}], ids=["causal", "window"]
+    ("options", "mask"),
+    [({"is_causal": "top_left"}, None), ({"window": (30, 30, "top_left")}, None), ({}, columns_of), ({}, dense_of)],
+    ids=["causal", "window", "columns", "boolean"],
 )
-def test_what_nobody_sees_does_not_matter(head_dim, options):
-    """Keys beyond a band, and rows that see nothing, hold NaN."""
+def test_what_nobody_sees_does_not_matter(head_dim, options, mask):
+    """Keys that no row sees, and rows that see nothing, hold NaN."""
     for n, m in ((200, 400), (400, 200)):
-        case = sized("hidden", n, m, head_dim, options=options)
+        case = sized("hidden", n, m, head_dim, options=options, mask=mask)
         args, tangents, options = arrays_of(case)
         clean = double_backward(args, tangents, options)
-        lost = {"q": range(0), "k": range(0)}
-        if "window" in options:
-            lost = {"q": range(min(m + 30, n), n), "k": range(min(n + 30, m), m)}
-        elif m > n:
-            lost["k"] = range(n, m)
+        seen = visible(case, options).reshape(-1, n, m)
+        lost = {"q": ~seen.any((0, 2)), "k": ~seen.any((0, 1))}
+        assert n > m or lost["k"].any()
         for name, arrays in (("q", (args[0], args[1], tangents[0])), ("k", (args[2], args[3], *tangents[1:]))):
             for x in arrays:
                 x[..., lost[name], :] = np.nan
