@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import cuattn
+from bench.fuzz.masking import MAKERS
 from tests import oracle
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -121,26 +122,14 @@ def _visibility(draw, rng, kinds, lead, nq, nk):
             return {"is_causal": value}, oracle.visible_band(nq, nk, None, 0, offset)
         left, right = (draw(st.one_of(st.none(), st.integers(0, 20))) for _ in range(2))
         return {"window": (left, right, align)}, oracle.visible_band(nq, nk, left, right, offset)
-    if kind == "dense":
-        shape = draw(st.sampled_from([(nq, nk), (1, nk), (nq, 1), (*lead, nq, nk)]))
-        mask = rng.random(shape) < draw(st.sampled_from((0.1, 0.6)))
-        return {"mask": mask}, np.broadcast_to(mask, (*np.broadcast_shapes(shape[:-2]), nq, nk))
-    if kind == "block":
-        bm, bn = draw(st.sampled_from((1, 5, 16, 64))), draw(st.sampled_from((1, 7, 32)))
-        if not nq or not nk:
-            return {}, None
-        blocks = rng.random((*draw(st.sampled_from([(), lead])), -(-nq // bm), -(-nk // bn))) < 0.5
-        dense = np.repeat(np.repeat(blocks, bm, -2), bn, -1)[..., :nq, :nk]
-        return {"mask": cuattn.BlockMask(blocks, bm, bn)}, dense
     if kind == "document" and nq == nk:
         cuts = np.sort(rng.integers(0, nq + 1, 2))
         mask = cuattn.masks.causal_document(np.diff(cuts, prepend=0, append=nq).tolist())
         if draw(st.booleans()):
             return {"mask": mask, "window": (5, 5)}, mask.dense() & oracle.visible_band(nq, nk, 5, 5, 0)
         return {"mask": mask}, mask.dense()
-    vectors = [rng.integers(0, nq + 1, (*draw(st.sampled_from([(), lead])), nk)) for _ in range(4)]
-    vectors = [x.astype(np.int32) for x in np.broadcast_arrays(*vectors)]
-    return {"mask": cuattn.ColumnMask(*vectors, n_queries=nq)}, oracle.visible_outside(vectors, nq)
+    mask, visible, _ = MAKERS[{"dense": "boolean", "document": "column"}.get(kind, kind)](rng, *lead, nq, nk)
+    return {"mask": mask}, visible
 
 
 def _bias(draw, rng, lead, nq, nk, dtype):

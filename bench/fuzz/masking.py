@@ -12,7 +12,7 @@ from cuattn import masks
 from tests.masks import predicates
 from tests.oracle import visible_band, visible_outside
 
-__all__ = ["broadcastable", "draw", "pick"]
+__all__ = ["MAKERS", "broadcastable", "draw", "pick"]
 
 # What may be drawn, and how often; combinations hold at most one that is no ColumnMask of each kind.
 MASKS = {
@@ -39,7 +39,7 @@ def draw(problem, fixed, rng, hopper):
         kinds = kinds[:1]
     seen = [_band(problem, band, rng)] if band else []
     for kind in kinds:
-        mask, shown, name = _MAKERS[kind](rng, *problem.shape)
+        mask, shown, name = MAKERS[kind](rng, *problem.shape)
         problem.mask = mask if problem.mask is None else problem.mask & mask
         problem.features.add("mask and" if len(kinds) > 1 else f"mask {name}")
         seen.append(shown)
@@ -164,4 +164,5 @@ def _lengths(rng, n):
     return np.diff([0, *cuts, n]).tolist()
 
 
-_MAKERS = {"boolean": _boolean, "column": _column, "block": _block, "constructor": _constructor, "function": _function}
+MAKERS = {"boolean": _boolean, "column": _column, "block": _block, "constructor": _constructor, "function": _function}
+"""By kind, what draws a mask of scores of a shape: ``make(rng, *shape)`` returns it, the matrix, and its name."""

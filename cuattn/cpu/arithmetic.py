@@ -200,21 +200,21 @@ def row_weights(rows: Mapping[str, ndarray]) -> RowWeights:
     def dot(x: str, y: str) -> ndarray:
         return np.vecdot(rows[x], rows[y], dtype=l.dtype, casting="unsafe")
 
-    found = [dot("do", "o")]
+    delta, tdelta, mean = dot("do", "o"), None, None
     if "dlse" in rows:
-        found[0] -= rows["dlse"]
+        delta -= rows["dlse"]
     if "to" in rows:
-        found += [dot("do", "to"), np.array(rows["tlse"])]
-    if "tdo" in rows:
-        found[1] += dot("tdo", "o")
+        tdelta, mean = dot("do", "to"), np.array(rows["tlse"])
+        if "tdo" in rows:
+            tdelta += dot("tdo", "o")
     empty, reference = None, reference_of(m)
     if reference is not None:  # as where a row is empty
         empty = l == 0
-        for x in found:
+        for x in (delta,) if tdelta is None else (delta, tdelta, mean):
             x[empty] = 0
         m, l = np.where(empty, 0, m - reference), np.where(empty, np.inf, l)
         empty, reference = (x if x.any() else None for x in (empty, reference))
-    return RowWeights(empty, reference, 1 / (l * exponential(m)), *found, *[None] * (3 - len(found)))
+    return RowWeights(empty, reference, 1 / (l * exponential(m)), delta, tdelta, mean)
 
 
 def differentiate_scores(ds: ndarray, p: ndarray, delta: ndarray, *, careful: bool) -> None:

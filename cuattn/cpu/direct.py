@@ -140,7 +140,8 @@ class Direct:
         task = self.task
         self.operands = {name: self.take(name, x).astype(self.dtype, copy=False) for name, x in task.operands.items()}
         self.terms: list[Term] = []
-        results = self.compute(careful=False) or self.compute(careful=True)
+        compute = self._backward if task.replays else self._forward
+        results = compute(careful=False) or compute(careful=True)
         with turn:
             for term in self.terms:
                 term.add_to(task.results)
@@ -298,12 +299,8 @@ class Direct:
             self._last_shown = {instances: bits}
         return self._last_shown[instances]
 
-    def compute(self, *, careful: bool) -> dict[str, ndarray] | None:
-        """Return the results of a batch; None where care is needed."""
-        return (self._backward if self.task.replays else self._forward)(careful=careful)
-
     def _forward(self, *, careful: bool) -> dict[str, ndarray] | None:
-        """Return o and, if they are wanted, l, m and the tangents of o and lse."""
+        """Return o and, if they are wanted, l, m and the tangents of o and lse; None where care is needed."""
         q, v, statistics = self.rows_of("q"), self.operands["v"], self.problem.statistics
         s = self.scores(q, careful=careful)
         if not statistics and max(s.max(), -s.min()) <= WINDOW:  # then all references are 0, whatever is hidden
@@ -341,7 +338,7 @@ class Direct:
         return fold(np.add, p, self.buffers.get("halves", p.size))
 
     def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
-        """Return the gradients and, if they are wanted, their tangents."""
+        """Return the gradients and, if they are wanted, their tangents; None where care is needed."""
         operands, weights = self.operands, row_weights(self.operands)
         names = ("q", "do", "tq", "tdo")
         rows = {name: self.rows_of(name, weights.empty) for name in names if name in operands}
@@ -366,7 +363,7 @@ class Direct:
         of_rows = self.weigh([("dq", ds, k), ("tdq", tds, k), ("tdq", ds, tk)], careful=careful)
         results |= {name: x.reshape(*self.heads, -1, self.problem.head_dim) for name, x in of_rows.items()}
         # Of dv alone only sums of finite terms may be infinite then.
-        finite = careful or is_finite(*[x for name, x in results.items() if tds is not None or name in ("dq", "dk")])
+        finite = careful or is_finite(*[results[name] for name in (("dq", "dk") if tds is None else results)])
         return results if finite else None
 
     def _tangents(

@@ -106,6 +106,9 @@ name                    type     meaning
 ``reduction``           int      pairwise: what is summed, see kernels/pairwise/rows.cu
 ``function``            int      pairwise: of the distance, see kernels/pairwise/functions.cuh
 ``logs``                bool     pairwise gradients: weights of rows and keys are given by their logarithms
+``log``                 type     pairwise: of those logarithms
+``warpgroups``          int      pairwise, tensor cores: warpgroups of a block on Hopper; 0: warps multiply
+``adders``              int      pairwise, tensor cores: blocks that sum keys for their mean
 ``values``              bool     pairwise gradients: sums of values are wanted, too
 ======================  =======  ==================================================================================
 """

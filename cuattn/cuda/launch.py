@@ -13,6 +13,7 @@ from cuattn.cuda.params import PARAMS
 from cuattn.cuda.source import constants_of
 
 _WORD = 8  # bytes
+_DESCRIBED = 64  # sets of addresses whose descriptions a kernel keeps
 
 
 class Piece(NamedTuple):
@@ -44,6 +45,8 @@ class Kernel:
     maps : sequence of (str, callable), optional
         Further arguments: an address, and a function of it that describes the array there.  A kernel that takes some
         is compiled for the device's exact architecture, as ``sm_90a``.
+    exact : bool, optional
+        Whether any other kernel is.
     traced : str, optional
         The text of its score and mask functions.
 
@@ -70,9 +73,10 @@ class Kernel:
         *,
         shared_bytes: int = 0,
         maps: Sequence[tuple[str, Callable[[int], Any]]] = (),
+        exact: bool = False,
         traced: str = "",
     ) -> None:
-        self._found = device, path, kernel, constants_of(path, constants), shared_bytes, bool(maps), traced
+        self._found = device, path, kernel, constants_of(path, constants), shared_bytes, exact or bool(maps), traced
         self._shape = (*(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes)
         record = np.zeros((), dtype)
         for name, value in values.items():
@@ -83,7 +87,8 @@ class Kernel:
             for slot, taken in slots.items()
             for word, name in enumerate([taken] if isinstance(taken, str) else taken, dtype.fields[slot][1] // _WORD)
         ]
-        self._maps = [(names[name], describe) for name, describe in maps]
+        self._mapped = [names[name] for name, _ in maps]
+        self._described = functools.lru_cache(_DESCRIBED)(functools.partial(_described, [each for _, each in maps]))
         self._idle: list[Piece] = []  # arguments that no launch is being made of
         self.dtype = dtype
         self.is_placed = dtype.names[0] == PARAMS.names[0]
@@ -101,7 +106,7 @@ class Kernel:
     def _piece(self) -> Piece:
         """Return memory with the first argument and with room for the addresses of all."""
         size = len(self._template)
-        storage = np.zeros(size + 1 + len(self._maps), np.uint64)
+        storage = np.zeros(size + 1 + len(self._mapped), np.uint64)
         storage[:size] = self._template
         storage[size] = storage.ctypes.data
         words = memoryview(storage)
@@ -134,10 +139,9 @@ class Kernel:
         for half, value in changes:
             piece.halves[half] = value
         maps = ()
-        if self._maps:
-            maps = [describe(addresses[index]) for index, describe in self._maps]
-            for word, described in enumerate(maps, len(words) - len(maps)):
-                words[word] = described.address
+        if self._mapped:
+            maps, where = self._described(*[addresses[index] for index in self._mapped])
+            words[-len(maps) :] = where
         self._start(piece, maps, stream)
         if keep:
             self._idle.append(piece)
@@ -147,6 +151,12 @@ class Kernel:
         launch = _thread.launch or _prepare_thread()
         _held, told = self._launched
         launch(*told, stream, piece.arguments, 0)
+
+
+def _described(describers: Sequence[Callable[[int], Any]], *addresses: int) -> tuple[list[Any], Any]:
+    """Return what describes arrays, and where these descriptions are."""
+    found = [describe(address) for describe, address in zip(describers, addresses, strict=True)]
+    return found, np.array([each.address for each in found], np.uint64)
 
 
 class _Thread(threading.local):

@@ -139,12 +139,11 @@ class LaunchSequence:
         """
         handle = stream.ptr
         capturing = handle > 1 and stream.is_capturing()  # the legacy default stream cannot be captured
-        changes: list[Change] = [] if state is None else state_changes(state, self.device)
-        shift, needed, kept = 0, self.scratch_bytes, ()
-        if place is not None:
-            shift = place.shift
-            placed, blocks = self._placed(place)
-            changes, held = changes + placed, (*held, *blocks)
+        shift, needed, kept = 0 if place is None else place.shift, self.scratch_bytes, ()
+        changes: list[Change] = []
+        if state is not None or place is not None:
+            changes, blocks = self._told(state, place)
+            held = (*held, *blocks)
         if self._tables:
             kept, more = self._kept(masks, shift, stream, capturing)
             needed += more
@@ -160,8 +159,11 @@ class LaunchSequence:
             known += [free + offset for offset in self._offsets]
         if self._counter_bytes:
             known.append(self._counters(stream, free + needed - self._counter_bytes if capturing else 0))
-        if kept:
+        if None in kept:
             known += self._filled(kept, masks, known[self._plain], shift, free + self.scratch_bytes, stream)
+        else:
+            for found in kept:
+                known += found.addresses
         with_numbers = [*changes, *self._functions.changes(numbers)] if numbers else changes
         for kernel in self._kernels:
             own = with_numbers if kernel.is_traced else changes if kernel.is_placed else ()
@@ -171,13 +173,10 @@ class LaunchSequence:
 
     def _kept(self, masks: Sequence[Any], shift: int, stream: Any, capturing: bool) -> tuple[list[Kept | None], int]:
         """Return the tables that masks keep, None in place of the call's own, and the memory that these take."""
-        kept, needed = [], 0
-        for table in self._tables:
-            found = table.find(masks, shift, stream, capturing)
-            kept.append(found)
-            if found is None:
-                needed += table.nbytes
-        return kept, needed
+        kept = [table.find(masks, shift, stream, capturing) for table in self._tables]
+        if None not in kept:
+            return kept, 0
+        return kept, sum(table.nbytes for table, found in zip(self._tables, kept, strict=True) if found is None)
 
     def _filled(
         self, kept: Sequence[Kept | None], masks: Sequence[Any], plain: int, shift: int, free: int, stream: Any
@@ -203,11 +202,14 @@ class LaunchSequence:
         zero(own, self._counter_bytes, stream)
         return own
 
-    def _placed(self, place: Place) -> tuple[list[Change], list[Any]]:
-        """Return what gives a ``Params`` a place, and the device arrays that it then points to."""
+    def _told(self, state: Any, place: Place | None) -> tuple[list[Change], list[Any]]:
+        """Return what gives a ``Params`` a random state and a place, and the device arrays that it then points to."""
+        changes = [] if state is None else state_changes(state, self.device)
+        if place is None:
+            return changes, []
         found = [None if blocks is None else _uploaded(self.device, blocks.tobytes()) for blocks in place[-2:]]
         addresses = [0 if array is None else array.data.ptr for array in found]
-        return place_changes(self._problem, place, *addresses), found
+        return changes + place_changes(self._problem, place, *addresses), found
 
 
 @functools.lru_cache(maxsize=_RUNS_KEPT)

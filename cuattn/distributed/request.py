@@ -152,7 +152,7 @@ class Request:
 
     def _settle(self, everyone: list[dict[str, Any]]) -> None:
         """Check this rank's arguments against the whole problem, given what each rank brings."""
-        comm, settings, arrays = self.comm, self.settings, self.arrays
+        settings, arrays = self.settings, self.arrays
         if self.operation.replays and self.dtype == np.float64:  # gradients of parts have their operand's dtype
             learned, args = self.learned, enumerate(self._score_args)
             self._score_args = tuple(x.astype(self.dtype) if n in learned else x for n, x in args)
@@ -162,7 +162,7 @@ class Request:
             names = ", ".join(map(repr, ALGORITHMS))
             raise ArgumentError(f"algorithm is {shown(self.placing['algorithm'])}; expected None or one of {names}")
         lengths = zip(*(one["lengths"] for one in everyone), strict=True)
-        self.rows, self.keys = _layouts(comm, self.placing, [tuple(each) for each in lengths])
+        self.rows, self.keys = _layouts(self.placing, [tuple(each) for each in lengths])
         n_queries, n_keys = self.rows.n, self.keys.n
         q, k, v = (tuple(arrays[name].shape) for name in "qkv")
         batch, heads, kv_heads = check_axes(q, k, v, True)  # groups are checked below
@@ -280,7 +280,7 @@ def _without_length(name: str, array: Any) -> tuple[Any, ...]:
     return (*shape[:axis], *shape[axis:][1:], array.dtype)
 
 
-def _layouts(comm: Comm, placing: Mapping[str, Any], lengths: list[tuple[int, ...]]) -> tuple[Layout, Layout]:
+def _layouts(placing: Mapping[str, Any], lengths: list[tuple[int, ...]]) -> tuple[Layout, Layout]:
     """Return the layouts of rows and keys, given the lengths that ranks bring."""
     for name in ("layout", "key_layout"):
         if not isinstance(placing[name], Layout | None):

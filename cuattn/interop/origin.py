@@ -17,6 +17,7 @@ from cuattn.io_model.sizes import align_up
 
 _kept = []  # memory of captured calls whose results cannot hold it
 _HERE = contextlib.nullcontext()
+_SHARED_BYTES = 1 << 20  # results of a call up to which they share a piece of memory
 
 
 @dataclass(frozen=True)
@@ -194,21 +195,32 @@ class CuPy(ArrayOrigin):
 
 
 class _FromPool:
-    """Allocates CuPy arrays on CuPy's current stream."""
+    """Allocates CuPy arrays on CuPy's current stream.
+
+    Results that are small together are parts of one piece of memory, which lives as long as any of them: half of what
+    an array costs the host is to take its memory from the pool and to give it back.
+    """
 
     def __init__(self, wanted, device):
         self._wanted, self._device = wanted, device
         self._cupy = sys.modules["cupy"]
         self._new = constructor(self._cupy.ndarray)
+        starts, self._size = pieces(wanted, 0)
+        self._parts = [(*of, start) for of, start in zip(wanted, starts, strict=False)]
+        self._shared = len(wanted) > 1 and self._size <= _SHARED_BYTES
 
     def __call__(self, scratch_bytes, together, held):
         """Return results, their addresses and that of scratch memory, and what keeps the latter alive."""
         if together:
             return self._one_piece(scratch_bytes, held)
-        new = self._new
-        results = [new(*of) for of in self._wanted]
+        new, alloc = self._new, self._cupy.cuda.alloc
+        if self._shared:
+            memory = alloc(self._size)
+            results = [new(shape, dtype, memory + start) for shape, dtype, start in self._parts]
+        else:
+            results = [new(*of) for of in self._wanted]
         addresses = [result.data.ptr for result in results]
-        scratch = self._cupy.cuda.alloc(scratch_bytes) if scratch_bytes else None
+        scratch = alloc(scratch_bytes) if scratch_bytes else None
         addresses.append(scratch.ptr if scratch_bytes else 0)
         return results, addresses, scratch
 
@@ -231,9 +243,9 @@ def constructor(ndarray):
     if fill is None:
         return ndarray
 
-    def make(shape, dtype):
+    def make(shape, dtype, memory=None):
         array = new(ndarray)
-        fill(array, shape, dtype)
+        fill(array, shape, dtype, memory)
         return array
 
     return make

@@ -136,6 +136,7 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
 
 
 def address_of(array: Any) -> int:
+    """Return where an array is; 0 for none."""
     return 0 if array is None else array.data.ptr
 
 
@@ -149,4 +150,5 @@ def log_sum(xp: Any, logs: Any) -> Any:
 
 
 def nothing(xp: Any, shape: tuple[int, ...], dim: int, columns: int) -> Sums:
+    """Return what rows of that shape sum over no pairs."""
     return Sums(xp.zeros((*shape, columns)), xp.full(shape, -xp.inf), xp.zeros((*shape, dim)), xp.zeros(shape))

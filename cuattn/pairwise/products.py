@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuattn.errors import UnsupportedError, expect_array
+from cuattn.pairwise import attention
 from cuattn.pairwise.pairs import Pairs, Sums, Wanted, columns_of, entered
 
 _PARAGRAPHS = {
@@ -80,7 +81,7 @@ def engine(pairs: Pairs) -> Any:
         return host
     if wanted == "cpu":
         raise UnsupportedError("kernel is 'cpu' but x is on a GPU; expected an array in host memory")
-    from cuattn.pairwise import attention, device, tensor_cores
+    from cuattn.pairwise import device, tensor_cores
 
     rooms: dict[str | None, Any] = {"direct": device, "products": tensor_cores}
     if wanted is None:
@@ -226,8 +227,8 @@ def gradients(pairs: Pairs, u: Any, v: Any, row_log: Any = None, key_log: Any = 
     With logarithms k is the Gaussian, multiplied by their exponentials; there the last is not for use.
     """
     room = engine(pairs)
-    if hasattr(room, "gradients"):
-        return room.gradients(pairs, u, v, row_log, key_log)
+    if room is attention:  # one backward has them all
+        return attention.gradients(pairs, u, v, row_log, key_log)
     of_x: Sums = room.run(pairs, Wanted(u, v, row_log, key_log, slopes=True, moments=row_log is None))
     of_y: Sums = room.run(pairs, Wanted(v, u, key_log, row_log, slopes=True, sums=True), transposed=True)
     factor = -2 * pairs.factor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,13 +19,27 @@ from cuattn.pairwise.pairs import Pairs, Sums, Wanted
 MOST_DIM = 128
 _THREADS = 128
 _STEP = 16  # coordinates of a product
-_TOP = 15  # largest exponent of a half
+_PREPARING = 256  # threads of a block that scales points
 _LOG2_E = math.log2(math.e)
 
-_ARRAYS = "x", "y", "tiles", "of_row", "of_key", "u", "v", "unit", "sums", "logs", "directions", "moments"
+_ADDERS = 64  # blocks that sum keys for their mean
+_GIVEN = "given_x", "given_y", "factors", "added", "row_log", "key_log"
+_PREPARED = *_GIVEN, "extent", "x", "y", "of_row", "of_key", "unit", "squares", "scale"
+_SUMMED = "x", "y", "tiles", "of_row", "of_key", "u", "v", "unit", "sums", "logs", "directions", "moments"
+_ARRAYS = tuple(dict.fromkeys((*_PREPARED, *_SUMMED)))
+PREPARE = np.dtype(
+    [
+        *((name, np.uint64) for name in _PREPARED),
+        ("factor", np.float64),
+        *((name, np.int64) for name in ("n_rows", "n_keys")),
+        ("given_dim", np.int32),
+    ],
+    align=True,
+)
+"""Mirror of ``PrepareParams``."""
 PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in _ARRAYS),
+        *((name, np.uint64) for name in _SUMMED),
         *((name, np.int32) for name in ("n_rows", "n_keys", "columns", "parts", "keys_per_part", "padded_keys")),
     ],
     align=True,
@@ -42,125 +56,146 @@ def takes(pairs: Pairs) -> bool:
     return fits and not pairs.is_masked and pairs.function is not FUNCTIONS["laplacian"]
 
 
-def constants_of(function: int, dim: int, columns: int, tf32: bool, wanted: Wanted) -> dict[str, Any]:
-    """Return what the kernels are specialised by, for points of `dim` coordinates, a multiple of 16."""
+def constants_of(pairs: Pairs, wanted: Wanted, hopper: bool) -> dict[str, Any]:
+    """Return what the kernels are specialised by."""
+    dim, columns = pad(pairs.dim, _STEP), 0 if wanted.v is None else wanted.v.shape[-1]
     most = 4 if dim <= 64 and not wanted.slopes else 2
     width = cdiv(columns, max(cdiv(columns, most), 1))
+    logs = [log.dtype for log in (wanted.row_log, wanted.key_log) if log is not None]
+    warpgroups, keys = 0, 64 if dim <= 64 and not wanted.slopes else 32
+    if hopper and dim > 16:  # what was fastest; nothing is gained of 16 coordinates
+        if dim <= 64:
+            warpgroups, keys = 2 if wanted.slopes else 4, 64
+        else:
+            warpgroups, keys = (2, 64) if wanted.logs else (2 if wanted.slopes else 3, 32)
     return {
         "dim": dim,
         "width": width,
-        "function": function,
-        "tf32": tf32,
+        "function": pairs.function.number,
+        "tf32": pairs.precision == "tf32",
         "logs": wanted.key_log is not None,
+        "log": "double" if np.float64 in logs else "float",
         "values": wanted.sums,
-        "block_n": 64 if dim <= 64 and not wanted.slopes else 32,
+        "block_n": keys,
+        "warpgroups": warpgroups,
+        "stages": 4,
+        "adders": _ADDERS,
     }
+
+
+class _Launches(NamedTuple):
+    """Kernels in their order; in how many parts the keys and groups the columns are divided; keys of whole tiles."""
+
+    kernels: tuple[Kernel, ...]
+    parts: int
+    groups: int
+    padded: int
+
+
+class _Sizes(NamedTuple):
+    """Of a problem."""
+
+    batch: int
+    n_rows: int
+    n_keys: int
+    columns: int
+    dim: int
 
 
 @lru_cache(maxsize=256)
 def _launches(
-    device: int, slopes: bool, constants: tuple[tuple[str, Any], ...], sizes: tuple[int, int, int, int]
-) -> tuple[Kernel, Kernel, int, int, int]:
-    """Return the launches, in how many parts the keys and groups the columns are divided, and the keys of whole tiles.
-
-    As many blocks are taken to share a multiprocessor as registers are enough for.
-    """
-    batch, n_rows, n_keys, columns = sizes
+    device: int, slopes: bool, constants: tuple[tuple[str, Any], ...], sizes: _Sizes, factor: float
+) -> _Launches:
+    """Return the launches of a problem of some size."""
+    batch, n_rows, n_keys, columns, given_dim = sizes
     known = dict(constants)
-    tile, dim = int(known["block_n"]), int(known["dim"])
-    groups, row_blocks = max(cdiv(columns, max(int(known["width"]), 1)), 1), cdiv(n_rows, 64 if slopes else 128)
-    padded, blocks = pad(n_keys, tile), 512 // (64 + 5 * dim // 4)
-    parts = parts_of(row_blocks * batch * groups, n_keys, blocks * device_of(device).multiprocessors)
+    tile, dim, width, warpgroups = (int(known[name]) for name in ("block_n", "dim", "width", "warpgroups"))
+    if warpgroups:
+        name, rows = "warpgroup_slopes" if slopes else "warpgroups", 64 * warpgroups
+        threads, blocks = 128 * warpgroups, 1
+    else:
+        name, rows = ("slopes", 64) if slopes else ("products", 128)
+        threads, blocks = _THREADS, 512 // (64 + 5 * dim // 4)  # as many as registers are enough for
+    groups, row_blocks, padded = max(cdiv(columns, max(width, 1)), 1), cdiv(n_rows, rows), pad(n_keys, tile)
+    multiprocessors = device_of(device).multiprocessors
+    parts = parts_of(row_blocks * batch * groups, n_keys, blocks * multiprocessors)
     per_part = pad(cdiv(n_keys, parts), tile)
     parts = cdiv(n_keys, per_part)
+    names = {name: n for n, name in enumerate(_ARRAYS)}
+    points = {"factor": factor, "n_rows": batch * n_rows, "n_keys": batch * n_keys, "given_dim": given_dim}
+    of_points = dict(device=device, names=names, constants=known, dtype=PREPARE, values=points, threads=_PREPARING)
+    of_points |= dict(path="pairwise/prepare.cu", slots={name: name for name in _PREPARED})
+    both = min(4 * multiprocessors, cdiv(batch * max(n_rows, n_keys), _PREPARING // 32)), 2
     values = {"n_rows": n_rows, "n_keys": n_keys, "columns": columns, "parts": parts}
     values |= {"keys_per_part": per_part, "padded_keys": padded}
-    names, slots = {name: n for n, name in enumerate(_ARRAYS)}, {name: name for name in _ARRAYS}
-    path, name = ("pairwise/slopes.cu", "pairwise_slopes") if slopes else ("pairwise/products.cu", "pairwise_products")
-    grids = {
-        "pairwise_split": (cdiv(padded * (dim // 8), _THREADS), 1, batch),
-        name: (row_blocks, parts * groups, batch),
-    }
-    split, sums = (
-        Kernel(device, names, path, name, known, grid, _THREADS, PARAMS, values, slots) for name, grid in grids.items()
+    of_sums = dict(device=device, names=names, constants=known, dtype=PARAMS, values=values, exact=warpgroups > 0)
+    of_sums |= dict(path=f"pairwise/{name}.cu", slots={name: name for name in _SUMMED})
+    stage = pad(4 * tile * (dim + 1 + (width or 4)), 128)
+    shared = known["stages"] * (stage + 16) + 128 if warpgroups else 0
+    split, grid = (cdiv(padded * (dim // 8), _THREADS), 1, batch), (row_blocks, parts * groups, batch)
+    kernels = (
+        Kernel(kernel="pairwise_add", grid=(_ADDERS,), **of_points),
+        Kernel(kernel="pairwise_extent", grid=both, **of_points),
+        Kernel(kernel="pairwise_prepare", grid=both, **of_points),
+        Kernel(kernel="pairwise_split", grid=split, threads=_THREADS, **of_sums),
+        Kernel(kernel=f"pairwise_{name}", grid=grid, threads=threads, shared_bytes=shared, **of_sums),
     )
-    return split, sums, parts, groups, padded
+    return _Launches(kernels, parts, groups, padded)
 
 
 def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     """Return sums over keys for the rows of a call's points, whose roles change with `transposed`; see `Wanted`."""
     xp = pairs.xp
-    *batch, n_rows, _ = pairs.spread("xy"[transposed]).shape
+    x, y = (pairs.spread(name) for name in ("yx" if transposed else "xy"))
+    *batch, n_rows, given_dim = x.shape
     columns = 0 if wanted.v is None else wanted.v.shape[-1]
     if pairs.is_empty or (not wanted.logs and not columns):
-        return nothing(xp, (*batch, n_rows), pairs.dim, columns)
-    points = _Points(pairs, transposed)
-    of_row, of_key = (-square for square in points.squares)
-    if wanted.row_log is not None:
-        of_row = wanted.row_log * _LOG2_E + of_row
-    if wanted.key_log is not None:
-        of_key = wanted.key_log * _LOG2_E + of_key
-    else:
-        of_row, of_key = -of_row, -of_key
-    n_keys, dim = points.y.shape[-2:]
-    constants = constants_of(pairs.function.number, dim, columns, pairs.precision == "tf32", wanted)
-    sizes = math.prod(batch), n_rows, n_keys, columns
-    split, sums, parts, groups, padded = _launches(pairs.origin.device, wanted.slopes, tuple(constants.items()), sizes)
-    stacked = parts * groups, *batch, n_rows
-    given = {
-        "x": points.x,
-        "y": points.y,
-        "tiles": xp.empty((sizes[0], padded, dim + 1), np.float32),
-        "of_row": of_row,
-        "of_key": of_key,
-        "u": wanted.u,
-        "v": wanted.v,
-        "unit": points.unit,
+        return nothing(xp, (*batch, n_rows), given_dim, columns)
+    factor = pairs.factor * pairs.function.base
+    factors, factor = (None, float(factor)) if isinstance(factor, float) else (factor, 0.0)
+    hopper = device_of(pairs.origin.device).arch == "sm_90"
+    given = {"given_x": x, "given_y": y}
+    given |= {"factors": factors, "row_log": wanted.row_log, "key_log": wanted.key_log, "u": wanted.u}
+    constants = constants_of(pairs, wanted, hopper)
+    sizes = _Sizes(math.prod(batch), n_rows, y.shape[-2], columns, given_dim)
+    kernels, parts, groups, padded = _launches(
+        pairs.origin.device, wanted.slopes, tuple(constants.items()), sizes, factor
+    )
+    tiled = wanted.v is not None and constants["warpgroups"] > 0
+    given["v"] = _in_tiles(xp, wanted.v, constants["block_n"], constants["width"]) if tiled else wanted.v
+    types = {"factors": np.float64}
+    types |= dict.fromkeys(("row_log", "key_log"), np.float64 if constants["log"] == "double" else np.float32)
+    arrays = {
+        name: xp.ascontiguousarray(array.astype(types.get(name, np.float32), copy=False))
+        for name, array in given.items()
+        if array is not None
     }
-    given = {
-        name: None if a is None else xp.ascontiguousarray(a.astype(np.float32, copy=False)) for name, a in given.items()
-    }
-    made = {
-        "sums": xp.empty((parts, *batch, n_rows, columns), np.float32) if wanted.sums else None,
-        "logs": xp.empty(stacked, np.float32) if wanted.logs else None,
-        "directions": xp.empty((*stacked, dim), np.float32) if wanted.slopes else None,
-        "moments": xp.empty(stacked, np.float32) if wanted.slopes else None,
-    }
-    addresses, stream = [address_of(array) for array in (*given.values(), *made.values())], pairs.origin.stream().ptr
-    for kernel in (split, sums):
+    dim, rows, stacked = constants["dim"], (*batch, n_rows), (parts * groups, *batch, n_rows)
+    made = {"x": (*rows, dim), "y": (*batch, y.shape[-2], dim), "of_row": rows, "of_key": y.shape[:-1], "unit": ()}
+    made |= {"tiles": (sizes.batch, padded, dim + 1)}
+    made |= {"sums": (parts, *rows, columns)} if wanted.sums else {}
+    made |= {"logs": stacked} if wanted.logs else {}
+    made |= {"directions": (*stacked, dim), "moments": stacked} if wanted.slopes else {}
+    arrays |= {name: xp.empty(shape, np.float32) for name, shape in made.items()}
+    arrays |= {"extent": xp.zeros((), np.uint32), "scale": xp.empty((), np.float64)}
+    arrays["added"] = xp.empty((_ADDERS, given_dim), np.float64)
+    arrays |= {"squares": xp.empty(rows, np.float64)} if wanted.logs else {}
+    addresses, stream = [address_of(arrays.get(name)) for name in _ARRAYS], pairs.origin.stream().ptr
+    for kernel in kernels:
         kernel.launch(addresses, stream)
     if wanted.logs:
-        return Sums(logs=(log_sum(xp, made["logs"]) - points.squares[0]) / _LOG2_E)
-    totals, _, directions, moments = (None if a is None else a.sum(0) for a in made.values())
-    if wanted.slopes:
-        directions, moments = directions[..., : pairs.dim] / points.scale, moments / pairs.function.base
-    return Sums(totals, None, directions, moments)
+        return Sums(logs=(log_sum(xp, arrays["logs"]) - arrays["squares"]) / _LOG2_E)
+    totals = arrays["sums"].sum(0) if wanted.sums else None
+    if not wanted.slopes:
+        return Sums(totals)
+    directions = arrays["directions"].sum(0)[..., :given_dim] / arrays["scale"]
+    return Sums(totals, None, directions, arrays["moments"].sum(0) / pairs.function.base)
 
 
-class _Points:
-    """Rows x and keys y relative to their mean, in units in which |x - y|^2 is z, times a power of two.
-
-    Attributes
-    ----------
-    x, y : array
-        In float32, with as many coordinates as the kernels take at a time, none above 2^15.
-    squares : tuple of array
-        |x|^2 and |y|^2 without the power of two, in float64.
-    unit : array
-        What x.y has to be multiplied by; 0-d.
-    scale : array
-        What the caller's coordinates were multiplied by; 0-d.
-    """
-
-    def __init__(self, pairs: Pairs, transposed: bool) -> None:
-        xp, more = pairs.xp, -pairs.dim % _STEP
-        x, y = (pairs.spread(name) for name in ("yx" if transposed else "xy"))
-        centre = y.mean(tuple(range(y.ndim - 1)), dtype=np.float64)
-        root = xp.sqrt(xp.asarray(pairs.factor * pairs.function.base, np.float64))
-        widths = [(0, 0)] * (x.ndim - 1) + [(0, more)]
-        x, y = (xp.pad(((p - centre) * root).astype(np.float32), widths) for p in (x, y))
-        self.squares = tuple(xp.square(p, dtype=np.float64).sum(-1) for p in (x, y))
-        _, exponent = xp.frexp(xp.maximum(*(xp.where(xp.isfinite(p), xp.abs(p), 0).max() for p in (x, y))))
-        up = xp.ldexp(xp.ones((), np.float64), _TOP - exponent)
-        self.x, self.y = ((p * up).astype(np.float32) for p in (x, y))
-        self.unit, self.scale = 2 / (up * up), root * up
+def _in_tiles(xp: Any, v: Any, tile: int, width: int) -> Any:
+    """Return (..., keys, columns) as (..., groups, tiles, width, tile), with zeros where there is nothing."""
+    *batch, n_keys, columns = v.shape
+    more = [(0, 0)] * len(batch) + [(0, -n_keys % tile), (0, -columns % width)]
+    divided = xp.pad(v, more).reshape(*batch, cdiv(n_keys, tile), tile, cdiv(columns, width), width)
+    at = len(batch)
+    return xp.moveaxis(divided, (at + 2, at, at + 3, at + 1), (at, at + 1, at + 2, at + 3))

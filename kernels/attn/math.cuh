@@ -137,6 +137,13 @@ __device__ __forceinline__ double exp_times(double x, double y) {
 __device__ __forceinline__ float exp2_term(float x, const Log2Factor<float>& factor) { return ptx::ex2(factor(x)); }
 __device__ __forceinline__ double exp2_term(double x, const Log2Factor<double>& factor) { return exp2_product(x, factor); }
 
+// The sum over the four lanes that share a row of an accumulator.
+template <class Acc>
+__device__ __forceinline__ Acc quad_sum(Acc x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
 __device__ __forceinline__ float to_acc(float x) { return x; }
 __device__ __forceinline__ double to_acc(double x) { return x; }
 __device__ __forceinline__ float to_acc(__half x) { return __half2float(x); }

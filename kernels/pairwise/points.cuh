@@ -1,6 +1,7 @@
 // Points with many coordinates for tensor cores, as float32 scaled so that none exceeds 2^15: each coordinate is two halves, hi + 2^-11 lo, and a
 // product is three (sm80/split_f32.cuh), or one with cfg::tf32.  pairwise_split writes keys once, as the tiles that shared memory is to hold: rows of
-// cfg::dim coordinates, a multiple of 16, are chunks of eight hi and eight lo in turn, swizzled (sm80/tile.cuh).
+// cfg::dim coordinates, a multiple of 16, are chunks of eight hi and eight lo in turn, swizzled (sm80/tile.cuh); for warpgroups (cfg::warpgroups)
+// eight hi of all keys come first, then the next eight, and all lo behind them.
 #pragma once
 #include "pairwise/functions.cuh"
 #include "pairwise/sums.cuh"
@@ -25,6 +26,11 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps, kDim = cfg::dim, kSteps = kDim
 constexpr int kKeys = cfg::block_n, kBlock = kKeys * kChunks + kKeys / 4, kProducts = cfg::tf32 ? 1 : 3;
 constexpr int kWidth = cfg::width, kColumns = kWidth ? kWidth : 1;
 
+// Where eight hi or lo of a tile's key lie, in 16 bytes.
+__device__ __forceinline__ u32 place_of(int n, int eight, int low) {
+    return cfg::warpgroups ? (low * (kDim / 8) + eight) * kKeys + n : swizzle<kRowBytes>(n, 2 * eight + low) / 16;
+}
+
 // Keys that do not exist add nothing: their of_key makes exponentials 0, else their v is 0.
 __device__ __forceinline__ void split_keys(const ProductParams& p) {
     const i32 index = blockIdx.x * kThreads + threadIdx.x, key = index / (kDim / 8), eight = index % (kDim / 8);
@@ -41,8 +47,8 @@ __device__ __forceinline__ void split_keys(const ProductParams& p) {
     unroll<4>([&](int n) { split::split_pair<1 << split::kLow>(hi[n], lo[n], x[2 * n], x[2 * n + 1]); });
     uint4* tile = p.tiles + (batch * p.padded_keys + key) / kKeys * kBlock;
     const int n = key % kKeys;
-    tile[swizzle<kRowBytes>(n, 2 * eight) / 16] = {hi[0], hi[1], hi[2], hi[3]};
-    tile[swizzle<kRowBytes>(n, 2 * eight + 1) / 16] = {lo[0], lo[1], lo[2], lo[3]};
+    tile[place_of(n, eight, 0)] = {hi[0], hi[1], hi[2], hi[3]};
+    tile[place_of(n, eight, 1)] = {lo[0], lo[1], lo[2], lo[3]};
     if (eight == 0) reinterpret_cast<float*>(tile + kKeys * kChunks)[n] = there ? p.of_key[from] : cfg::logs ? -infinity<float>() : 0.f;
 }
 
@@ -132,11 +138,5 @@ struct Scores {
         return kSteps > kMost ? before[n][t][e] + eights[n].total(t, e) : eights[n].total(t, e);
     }
 };
-
-// The sum over the four lanes that share rows.
-__device__ __forceinline__ float over_lanes(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
 
 }  // namespace pairwise

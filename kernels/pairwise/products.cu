@@ -84,11 +84,11 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_products(const _
         if constexpr (cfg::logs) {
             float m = fmaxf(rows[r].m, __shfl_xor_sync(~0u, rows[r].m, 1));
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-            const float l = over_lanes(rows[r].totals[0].sum * power_of_2(rows[r].m - m));
+            const float l = quad_sum(rows[r].totals[0].sum * power_of_2(rows[r].m - m));
             if (writes) p.logs[at] = l == 0.f ? -infinity<float>() : m + log2(l);
         } else {
             unroll<kWidth>([&](int c) {
-                const float sum = over_lanes(rows[r].totals[c].sum);
+                const float sum = quad_sum(rows[r].totals[c].sum);
                 if (writes && share.column + c < p.columns) p.sums[at * p.columns + share.column + c] = sum;
             });
         }

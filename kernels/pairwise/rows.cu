@@ -29,6 +29,7 @@ constexpr bool kLse = cfg::reduction == 1, kGradient = cfg::reduction == 2;
 constexpr bool kSums = cfg::reduction == 0 || (kGradient && cfg::values);
 constexpr bool kLogs = kLse || (kGradient && cfg::logs);
 constexpr int kWidth = kLse ? 0 : cfg::width, kColumns = kWidth ? kWidth : 1;
+constexpr int kBlocks = kLse && kDim <= 3 && same_type<Acc, float> ? 6 : 0;  // that share a multiprocessor for certain, as _BLOCKS there tells
 constexpr int kVector = 16 / sizeof(Acc), kStride = (kDim + kWidth + kLogs + kVector - 1) / kVector * kVector;
 
 // A key: its coordinates, its columns of v, its logarithm.
@@ -101,14 +102,16 @@ __device__ __forceinline__ void sum_rows(const Rows& rows, Key* tile, const Pair
     });
 }
 
-// A row's sum l is relative to 2^m.  The reference m stays until a tile's sum grows too large for it: then the tile is summed anew, relative to the
-// greatest term so far, as is the first tile that has any.  As long as the rows of a thread are not far apart they share one reference, which
+// A row's sum l is relative to 2^m.  The reference m stays until the sum of a few keys grows too large for it: then these are summed anew, relative to
+// the greatest term so far, as are the first that have any.  As long as the rows of a thread are not far apart they share one reference, which
 // is then subtracted once for each key; so it is for a warp, which would go both ways otherwise.
 struct LogSums {
     static constexpr Acc kApart = 80;  // exponents that may lie between rows, so that the lower one's terms are no denormal numbers
 
+    static constexpr int kFew = 16;
+
     Total<Acc> l[kRows];
-    Acc m[kRows], sums[kRows];
+    Acc m[kRows], tile_sums[kRows], sums[kRows];
     bool shared = true;
 
     __device__ __forceinline__ LogSums() {
@@ -116,11 +119,11 @@ struct LogSums {
     }
 
     template <bool one_reference>
-    __device__ __forceinline__ void sum_keys(const Rows& rows, const Key* tile, Acc factor) {
+    __device__ __forceinline__ void sum_keys(const Rows& rows, const Key* keys, Acc factor) {
         unroll<kRows>([&](int r) { sums[r] = 0; });
 #pragma unroll 4
-        for (int n = 0; n < kKeys; ++n) {
-            const Key key = tile[n];
+        for (int n = 0; n < kFew; ++n) {
+            const Key key = keys[n];
             const Acc from_first = key.at[kDim] - m[0];
             unroll<kRows>([&](int r) {
                 const Acc start = one_reference ? from_first : key.at[kDim] - m[r];
@@ -129,17 +132,21 @@ struct LogSums {
         }
     }
 
-    __device__ __forceinline__ void sum_tile(const Rows& rows, const Key* tile, Acc factor) {
-        if (shared) sum_keys<true>(rows, tile, factor);
-        else sum_keys<false>(rows, tile, factor);
+    __device__ __forceinline__ void sum_few(const Rows& rows, const Key* keys, Acc factor) {
+        if (shared) sum_keys<true>(rows, keys, factor);
+        else sum_keys<false>(rows, keys, factor);
     }
 
     // Raises the references to the greatest terms so far.
-    __device__ __forceinline__ void refer(const Rows& rows, const Key* tile, Acc factor) {
+    __device__ __forceinline__ void refer(const Rows& rows, const Key* keys, Acc factor) {
         Acc greatest[kRows];
-        unroll<kRows>([&](int r) { greatest[r] = l[r].sum > Acc(0) ? m[r] + log2(l[r].sum) : Range<Acc>::lowest; });
-        for (int n = 0; n < kKeys; ++n) {
-            const Key key = tile[n];
+        unroll<kRows>([&](int r) {
+            const Acc sum = l[r].sum + tile_sums[r];
+            greatest[r] = sum > Acc(0) ? m[r] + log2(sum) : Range<Acc>::lowest;
+        });
+#pragma unroll 4
+        for (int n = 0; n < kFew; ++n) {
+            const Key key = keys[n];
             unroll<kRows>([&](int r) { greatest[r] = max_of(greatest[r], fma_of(rows.squared_distance(r, key), -factor, key.at[kDim])); });
         }
         Acc most = greatest[0], least = greatest[0];
@@ -149,22 +156,28 @@ struct LogSums {
         });
         shared = shared && most - least < kApart;
         unroll<kRows>([&](int r) {
-            const Acc next = shared ? most : greatest[r];
-            l[r].scale(power_of_2(m[r] - next));
+            const Acc next = shared ? most : greatest[r], share = power_of_2(m[r] - next);
+            l[r].scale(share);
+            tile_sums[r] *= share;
             m[r] = next;
         });
     }
 
     __device__ __forceinline__ void add(const Rows& rows, const Key* tile, Acc factor) {
-        sum_tile(rows, tile, factor);
-        bool fits = true;
-        unroll<kRows>([&](int r) { fits = fits && sums[r] < Range<Acc>::most; });
-        if (!fits) {
-            refer(rows, tile, factor);
-            sum_tile(rows, tile, factor);
+        unroll<kRows>([&](int r) { tile_sums[r] = 0; });
+#pragma unroll 1
+        for (const Key* keys = tile; keys < tile + kKeys; keys += kFew) {
+            sum_few(rows, keys, factor);
+            bool fits = true;
+            unroll<kRows>([&](int r) { fits = fits && sums[r] < Range<Acc>::most; });
+            if (!fits) {
+                refer(rows, keys, factor);
+                sum_few(rows, keys, factor);
+            }
+            unroll<kRows>([&](int r) { tile_sums[r] += sums[r]; });
         }
         shared = __all_sync(~0u, shared);
-        unroll<kRows>([&](int r) { l[r].add(sums[r]); });
+        unroll<kRows>([&](int r) { l[r].add(tile_sums[r]); });
     }
 };
 
@@ -230,7 +243,7 @@ __device__ __forceinline__ void gradient_rows(const Rows& rows, Key* tile, const
     });
 }
 
-extern "C" __global__ __launch_bounds__(kThreads) void pairwise_rows(const __grid_constant__ PairwiseParams p) {
+extern "C" __global__ __launch_bounds__(kThreads, kBlocks) void pairwise_rows(const __grid_constant__ PairwiseParams p) {
     __shared__ Key tile[kKeys];
     const Share share(p);
     const Acc factor = static_cast<Acc>(p.factors == nullptr ? p.factor : *p.factors);

@@ -47,6 +47,7 @@ __device__ __forceinline__ u64 wgmma_descriptor_of_units(u32 address, u32 leadin
 template <int n>
 struct Product;
 
+#define WGMMA_DHALF "%0, %1, %2, %3"
 #define WGMMA_D1 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_D2 WGMMA_D1 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_D3 WGMMA_D2 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -66,6 +67,7 @@ struct Product;
 
 #define WGMMA_R(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
                    "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_RHALF "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define WGMMA_R1 WGMMA_R(0)
 #define WGMMA_R2 WGMMA_R1, WGMMA_R(8)
 #define WGMMA_R3 WGMMA_R2, WGMMA_R(16)
@@ -115,7 +117,10 @@ struct Product;
         }                                                                                                           \
     };
 
+WGMMA_PRODUCT(8, HALF, 4, 5, 6, 7, 8, 9, 10, 11)
+WGMMA_PRODUCT(16, 1, 8, 9, 10, 11, 12, 13, 14, 15)
 WGMMA_PRODUCT(32, 2, 16, 17, 18, 19, 20, 21, 22, 23)
+WGMMA_PRODUCT(48, 3, 24, 25, 26, 27, 28, 29, 30, 31)
 WGMMA_PRODUCT(64, 4, 32, 33, 34, 35, 36, 37, 38, 39)
 WGMMA_PRODUCT(80, 5, 40, 41, 42, 43, 44, 45, 46, 47)
 WGMMA_PRODUCT(96, 6, 48, 49, 50, 51, 52, 53, 54, 55)

@@ -125,10 +125,10 @@ struct RowSums {
                 sum += x;
                 if constexpr (cfg::moves) y -= centre[h], mean += x * y;
             });
-            m[h] = top, l[h] = l[h] * shrink + sum_of_row(sum);
+            m[h] = top, l[h] = l[h] * shrink + quad_sum(sum);
             Acc delta = 0;
             if constexpr (cfg::moves) {
-                mean = sum_of_row(mean);  // by all lanes of the warp, also those whose rows see nothing
+                mean = quad_sum(mean);  // by all lanes of the warp, also those whose rows see nothing
                 delta = l[h] == 0 ? Acc(0) : mean / l[h];
                 centre[h] += delta;
                 unroll<n_tiles, 2>([&](int n, int e) { t[0][n][2 * h + e] = s[0][n][2 * h + e] * (t[0][n][2 * h + e] - delta); });

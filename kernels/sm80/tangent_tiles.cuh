@@ -319,9 +319,3 @@ __device__ __forceinline__ void for_dropped(const Params& p, const RandomStream&
         }
     });
 }
-
-// The sum, over the lanes that share a row, of what each has of it.
-__device__ __forceinline__ Acc sum_of_row(Acc x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}

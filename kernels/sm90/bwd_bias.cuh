@@ -42,7 +42,19 @@ struct Bias : Either<cfg::split_score, SplitHead, NoHead>::type {
         });
     }
 
-    // Adds them to products that are being issued.
+    // The same in lower halves, and in upper ones what is added from row to row, whose numbers in the tile are three bfloat16 apart by 8.
+    __device__ __forceinline__ void split_keys_and_rows(const float (&x)[2], float step) {
+        const u32 place = threadIdx.x % 4;
+        const float rest = rest_of(step), last = rest_of(rest), ahead = fmaf(8.0f, rest - last, 16.0f * last);
+        unroll<2>([&](int r) { pairs[r] = part_of_place(x[r] - ahead, place) >> 16 | part_of_place(step, place); });
+    }
+
+    // Adds them to products that are being issued, and to all the same offset.
+    __device__ __forceinline__ void add_parts(Scores& s, u32 counting, float offset) const {
+        const u32 all = part_of_place(offset, threadIdx.x % 4) >> 16, a[4] = {pairs[0], pairs[1], all, all};
+        ptx::wgmma_fence();  // of the fragment, made while the others are under way
+        ptx::Product<cfg::block_m>::rs<true, 1, 1>(s, a, ptx::wgmma_descriptor_of_units(counting, 0, 32), 1);
+    }
     __device__ __forceinline__ void add_parts(Scores& s, u32 halves, u32 rows) const {
         if constexpr (parts_held) ptx::Product<cfg::block_m>::rs<true, 1, 0>(s, pairs, halves_descriptor(halves), 1);
         else ptx::Product<cfg::block_m>::ss<true, 1, 0>(s, parts_descriptor(rows), halves_descriptor(halves), 1);
@@ -78,29 +90,18 @@ struct Bias : Either<cfg::split_score, SplitHead, NoHead>::type {
     }
 };
 
-// What is added to the exponents of a thread's queries, with what an affine function leaves to rows; pairs of neighbours, as Numbers.
+// What is added to the exponents of a thread's queries, with what an affine function leaves to rows that are not consecutive; pairs of neighbours, as
+// Numbers.
 template <class Stat>
 struct OffsetStat {
     const Stat& stat;
     const SplitScore& score;
-    i32 first_row;       // of the thread's queries
-    float scale;         // 0 where scores are whole
-    float offset, step;  // of the first, and from each row to the next, where they are consecutive: taken from both ends, as exact as these are
+    i32 first_row;  // of the thread's queries
+    float scale;    // 0 where scores are whole
 
-    __device__ __forceinline__ OffsetStat(const Stat& stat, const SplitScore& score, i32 first_row, float scale)
-        : stat(stat), score(score), first_row(first_row), scale(scale) {
-        const float first = score.of_row(first_row) * scale, last = score.of_row(first_row + cfg::block_m) * scale;
-        const float each = (last - first) * (1.0f / cfg::block_m);
-        offset = first;
-        step = each - each == 0.0f ? each : 0.0f;  // of infinities none
-    }
     __device__ __forceinline__ float2 operator[](int i) const {
         const float2 x = stat[i];
-        return {shifted(x.x, 8 * i), shifted(x.y, 8 * i + 1)};
-    }
-    __device__ __forceinline__ float shifted(float x, int row) const {
-        if constexpr (cfg::runs) return fmaf(score.of_row(first_row + row), scale, x);
-        return fmaf(step, static_cast<float>(row), offset + x);
+        return {fmaf(score.of_row(first_row + 8 * i), scale, x.x), fmaf(score.of_row(first_row + 8 * i + 1), scale, x.y)};
     }
 };
 

@@ -8,6 +8,7 @@
 #include "ptx/registers.cuh"
 #include "sm90/bwd_consumer.cuh"
 #include "sm90/bwd_draws.cuh"
+#include "sm90/bwd_keys.cuh"
 #include "sm90/bwd_producer.cuh"
 #include "sm90/bwd_reducer.cuh"
 #include "sm90/bwd_split.cuh"
@@ -16,7 +17,7 @@ namespace sm90::bwd {
 
 // Accumulators leave the others few; walking blocks takes more.  Setting registers goes by eights.
 constexpr bool shared_evenly = drawing_warpgroups && (cfg::block_m == 64 || (cfg::runs && !drawn_in_pairs));
-constexpr int producer_registers = sums_diagonals || by_function || block_mask || (stated_mask && cfg::deterministic) || (cfg::in_parts && column_masks > 0) ? 40 : shared_evenly ? 32 : 24;
+constexpr int producer_registers = sums_diagonals || by_function || block_mask || (stated_mask && cfg::deterministic) || (cfg::in_parts && column_masks > 0) || (ds_stages == 1 && !unmasked) ? 40 : shared_evenly ? 32 : 24;
 constexpr int drawer_registers = drawn_in_pairs ? 40 : shared_evenly ? 32 : 24;
 constexpr int consumer_registers = ((drawing_warpgroups ? 512 - drawer_registers : 504) - producer_registers) / 16 * 8;
 
@@ -27,12 +28,12 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
         ptx::mbarrier_init(shared.barrier(k_empty + stage), consumers);
     }
     ptx::mbarrier_init(shared.barrier(v_full), 1);
-    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : cfg::split_delta ? consumers : warps);
+    ptx::mbarrier_init(shared.barrier(v_empty), by_function ? 128 : cfg::split_delta || dq_elsewhere ? consumers : warps);
     for (int stage = 0; stage < cfg::stages; ++stage) {
         ptx::mbarrier_init(shared.barrier(q_full + stage), 1);
         ptx::mbarrier_init(shared.barrier(q_empty + stage), consumers);
         ptx::mbarrier_init(shared.barrier(do_full + stage), 1);
-        ptx::mbarrier_init(shared.barrier(do_empty + stage), by_function ? consumers : warps);
+        ptx::mbarrier_init(shared.barrier(do_empty + stage), dq_elsewhere ? consumers : warps);
         if constexpr (drawers) {
             ptx::mbarrier_init(shared.barrier(draws_told + stage), 1);
             ptx::mbarrier_init(shared.barrier(draws_full + stage), 32 * drawers);
@@ -56,14 +57,31 @@ __device__ __forceinline__ void clear_delta(const Shared& shared) {
     ptx::async_proxy_fence();
 }
 
-// In a row of zeros beside delta, once all are there.
-__device__ __forceinline__ void fill_halves(const Shared& shared) {
+// By the first threads.
+template <class Elem>
+__device__ __forceinline__ void store_counting(u32 counting) {
+    if (threadIdx.x < counting_bytes / 16) {
+        const float each = threadIdx.x % 2, row = each ? 8 * (threadIdx.x / 2) : 1.0f;
+        u32 pairs[4];
+        unroll<4>([&](int i) { pairs[i] = ::pack<Elem>(fmaf(each, 2 * i, row), fmaf(each, 2 * i + 1, row)); });
+        ptx::store_shared_v4(counting + 16 * threadIdx.x, pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+    ptx::async_proxy_fence();
+}
+
+// What parts and dS are multiplied with; in rows of zeros beside delta, once all are there.
+__device__ __forceinline__ void fill_factors(const Shared& shared) {
     if constexpr (cfg::split_delta) __syncthreads();
-    store_halves(shared.halves());
+    if constexpr (splits_rows) store_counting<__nv_bfloat16>(shared.halves());
+    else if constexpr (splits) store_halves(shared.halves());
+    if constexpr (counts) store_counting<cfg::elem>(shared.counting());
 }
 
 __device__ __forceinline__ void run_consumer(const Params& p, const Shared& shared, const Maps& maps, u32 warpgroup) {
-    if constexpr (!by_function) {
+    if constexpr (dq_elsewhere && !by_function) {
+        KeyOwner owner{{p, shared}, warpgroup};
+        owner.run(maps);
+    } else if constexpr (!by_function) {
         Consumer(p, shared, maps, warpgroup).run();
     } else if (warpgroup == 0) {
         Weigher weigher{{p, shared}};
@@ -81,7 +99,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
     const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) init_barriers(shared);
     if constexpr (cfg::split_delta) clear_delta(shared);
-    if constexpr (splits) fill_halves(shared);
+    if constexpr (splits || counts) fill_factors(shared);
     __syncthreads();  // the barriers and the zeros beside delta are ready
 
     if (warp < 4) {
@@ -90,7 +108,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
             Producer producer{p, maps, shared, threadIdx.x == 0};
             producer.run();
         } else if (warp <= warpgroups) {
-            if constexpr (dq_held) {}
+            if constexpr (dq_whole || (dq_elsewhere && !by_function)) {}
             else if constexpr (!by_function)
                 reduce(p, shared, warp - 1);
             else if constexpr (drawers)

@@ -68,20 +68,23 @@ struct Consumer : Worker {
     __device__ __forceinline__ void issue_s() {
         code = step();
         compute_s(s, own_rows(shared.k(keys.stage)), shared.q(slot.stage));
-        if constexpr (splits) bias.add_parts(s, shared.halves(), shared.parts(warpgroup));
+        if constexpr (splits_rows) bias.add_parts(s, shared.halves(), code.far() ? 0.0f : split_score().of_row(code.m() * cfg::block_m));
+        else if constexpr (splits) bias.add_parts(s, shared.halves(), shared.parts(warpgroup));
         ptx::wgmma_commit();
         foretell_dq();
     }
 
-    // When a key tile begins, or a head: what products add from then on.
+    // When a key tile begins, or a head, or far rows, to which they add nothing but keys' parts, or others: what products add from then on.
     __device__ __forceinline__ void split_keys() {
-        if (!uniform(step().first() || step().odd() != code.odd())) return;
+        const bool far = splits_rows && step().far();
+        if (!uniform(step().first() || step().odd() != code.odd() || (splits_rows && far != code.far()))) return;
         const TilePlace at = place(64 * warpgroup);
         float x[2];
         if constexpr (cfg::split_score) {
             bias.set_head(TracedHead::of(p, at.batch, at.head));
             const SplitScore score = split_score();
             unroll<2>([&](int r) { x[r] = score.of_key(at.key + 8 * r); });
+            if constexpr (splits_rows) return bias.split_keys_and_rows(x, far ? 0.0f : (score.of(cfg::block_m, 0) - score.of(0, 0)) / cfg::block_m);
         } else {
             bias.find_bias(x, p, at);
         }
@@ -133,19 +136,19 @@ struct Consumer : Worker {
     // Lines 18 and 20: dS, which goes to shared memory for dQ.
     __device__ __forceinline__ void gradients(const Delta& delta) {
 #ifdef WEIGHTED_SUMS
-        weighted_sums.store(work(), this->step().head, warpgroup);
-        WeightedSums::Step step(weighted_sums, place(64 * warpgroup));
-        differentiate<!values_first>(ds, weights, s, dp, delta, step);
-        step.finish();
-#else
+        if constexpr (cfg::apart != 0) {
+            WeightedSums::Step step(weighted_sums, place(64 * warpgroup));
+            differentiate<!values_first>(ds, weights, s, dp, delta, step);
+        } else
+#endif
         if constexpr (cfg::dbias == kDbiasOfKeys) {
             differentiate<!values_first>(ds, weights, s, dp, delta, key_sums);
         } else {
             NoSums dbias;
             differentiate<!values_first>(ds, weights, s, dp, delta, dbias);
         }
-#endif
         await_added(slot);
+        if constexpr (ds_stages == 1) ptx::barrier_sync(keys_barrier, consumers);  // nobody reads the last dS any more
         store_gradients(ds, own_gradients(slot.stage));
     }
 
@@ -163,6 +166,20 @@ struct Consumer : Worker {
             compute_dq(queries(), rows, columns + (slabs == 1 ? 64 : cfg::block_n * row_bytes) * warpgroup);
     }
 
+    // Sums of dS for arrays, beside dV and added beside dQ; or, where rows are short, beside dQ and added beside dK.
+    template <bool long_rows>
+    __device__ __forceinline__ void count() {
+#ifdef WEIGHTED_SUMS
+        if constexpr (long_rows == (slabs > 1 || slabs_v > 1)) weighted_sums.count(ds, shared.counting());
+#endif
+    }
+    template <bool long_rows>
+    __device__ __forceinline__ void add_counted() {
+#ifdef WEIGHTED_SUMS
+        if constexpr (long_rows == (slabs > 1 || slabs_v > 1)) weighted_sums.add(place(64 * warpgroup));
+#endif
+    }
+
     // Products of a row tile; dQ and dK are under way on exit.
     __device__ __forceinline__ void begin_step() {
         await_queries();
@@ -176,6 +193,9 @@ struct Consumer : Worker {
             if constexpr (splits) split_keys();
             issue_s();
             issue_dp();
+#ifdef WEIGHTED_SUMS
+            weighted_sums.store(work(), step().head, warpgroup);
+#endif
             if constexpr (!splits) load_bias(64 * warpgroup);
             const Hidden hidden = find_hidden();
             probabilities(hidden, load_given());
@@ -191,19 +211,27 @@ struct Consumer : Worker {
         if (uniform(code.last())) release_values();
         gradients(delta);
         if constexpr (!values_first) accumulate(dv, weights, shared.dout(slot.stage), begun);
+        count<true>();
         ptx::async_proxy_fence();  // of dS, beside dV
         ptx::barrier_sync(gradients_barrier, consumers);  // dS is complete
         store_bias_gradient();
         issue_dq();
         ptx::wgmma_wait<1>();
         release(shared.barrier(do_empty + slot.stage));
+        count<false>();
         accumulate(dk, ds, shared.q(slot.stage), begun);  // line 22
+        add_counted<true>();
         begun = 1;
     }
 
-    // The buffer of dQ, once a reducer is done with what was there.
+    // The buffer of dQ, once a reducer is done with what was there; or that of dS in its place.
     __device__ __forceinline__ u32 await_taken(u32 stage) const {
-        if constexpr (!dq_held) ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
+        if constexpr (ds_stages == 1) {
+            ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
+            return own_gradients(stage);
+        }
+        if constexpr (!dq_whole) ptx::mbarrier_wait(shared.barrier(taken), stage ^ 1);
+        else if constexpr (!dq_held) ptx::barrier_sync(store_barrier + warpgroup, 128);  // its rows have left
         return shared.handed_on(warpgroup);
     }
 
@@ -211,25 +239,36 @@ struct Consumer : Worker {
     __device__ __forceinline__ void hand_over(u32 stage) {
         QueryGradient& dq = queries();
         ptx::wgmma_pin(dq);
-        if constexpr (dq_held) return hold(dq);
+        if constexpr (dq_held) return hold(dq, work().tile);
+        if constexpr (dq_whole) return write_queries(dq, shared.handed_on(warpgroup), work().batch * p.heads + step().head, step().m());
         store_registers(await_taken(stage), dq, own_dq_columns(warpgroup) / 2);
         if constexpr (!reducer_fences) ptx::async_proxy_fence();
         release(shared.barrier(handed + stage));
     }
 
-    // dQ to the sum that the thread holds of the row tile.
-    __device__ __forceinline__ void hold(const QueryGradient& dq) const {
-        QueryGradient sum;
+    // dQ to the sum that the thread holds of the row tile.  Where each key tile meets all rows the first begins the sum, the last ends it.
+    static constexpr bool meets_all = unmasked && !cfg::bias && !cfg::score;
+    __device__ __forceinline__ void hold(QueryGradient& dq, i32 tile) const {
         const u32 held = shared.held(step().m(), warpgroup);
-        load_registers(sum, held);
-        unroll<dq_columns / 2>([&](int i) { sum[i] += dq[i]; });
-        store_registers(held, sum);
+        if (!meets_all || uniform(tile > 0)) {
+            QueryGradient sum;
+            load_registers(sum, held);
+            unroll<dq_columns / 2>([&](int i) { dq[i] += sum[i]; });
+        }
+        if (meets_all && uniform(tile == p.key_tiles - 1)) return end_sum(dq, held, step().m());
+        store_registers(held, dq);
+    }
+
+    // Writes a sum by way of its own place, once all have read theirs.
+    __device__ __forceinline__ void end_sum(const QueryGradient& sum, u32 held, i32 m) const {
+        ptx::barrier_sync(store_barrier + warpgroup, 128);
+        write_queries(sum, held, work().batch * p.heads + work().head, m);
     }
 
     // Calls work(row tile) for all that a head's dQ is held of, if the key tile is its first or (last) its last.
     template <class Work>
     __device__ __forceinline__ void at_end_of_head(bool last, const Work& work) const {
-        if constexpr (!dq_held) return;
+        if constexpr (!dq_held || meets_all) return;
         if (uniform(this->work().tile != (last ? p.key_tiles - 1 : 0))) return;
 #pragma unroll 1
         for (i32 m = 0; m < p.row_tiles; ++m) work(m);
@@ -245,15 +284,36 @@ struct Consumer : Worker {
     __device__ __forceinline__ void write_queries() const {
         at_end_of_head(true, [&](i32 m) {
             QueryGradient sum;
-            load_registers(sum, shared.held(m, warpgroup));
-            write_gradient(sum, static_cast<float>(p.scale * p.dropout_scale), p.dq.data, work().batch * p.heads + work().head, p.n_queries, p.head_dim,
-                           m * cfg::block_m + 64 * static_cast<i32>(warpgroup) + fragment_row());
+            const u32 held = shared.held(m, warpgroup);
+            load_registers(sum, held);
+            end_sum(sum, held, m);
         });
+    }
+
+    // This warpgroup's part of a row tile's dQ, by way of a buffer of its own, each warp its rows.
+    __device__ __forceinline__ void write_queries(const QueryGradient& dq, u32 buffer, i32 head, i32 m) const {
+        const float factor = static_cast<float>(p.scale * p.dropout_scale);
+        const i32 rows = 64 * warpgroup, first_row = m * cfg::block_m + (dq_by_rows ? rows : 0), first_column = dq_by_rows ? 0 : dq_columns * warpgroup;
+        if constexpr (unrounded && !cfg::in_parts)
+            return write_gradient(dq, factor, p.dq.data, head, p.n_queries, p.head_dim, first_row + fragment_row(), first_column);
+        stage_gradient(dq, factor, buffer, 0);
+        __syncwarp();  // the warp's rows are there
+        constexpr u32 units = dq_columns / 8;  // of a row
+        const u32 lane = threadIdx.x % 32;
+        cfg::elem* to = static_cast<cfg::elem*>(p.dq.data) + static_cast<i64>(head) * p.n_queries * p.head_dim;
+        unroll<units / 2>([&](int pass) {
+            const u32 row = 16 * (threadIdx.x % 128 / 32) + pass * (32 / units) + lane / units, unit = lane % units;
+            const i32 at = first_row + row, column = first_column + 8 * unit;
+            float4 eight;
+            ptx::load_shared(eight, buffer + row * row_bytes + 16 * (unit ^ row % 8));
+            if (at < p.n_queries && column < p.head_dim) *reinterpret_cast<float4*>(to + static_cast<i64>(at) * p.head_dim + column) = eight;
+        });
+        __syncwarp();  // before others are
     }
 
     // Tells a reducer where the step's dQ will belong; after a step's end, when the entry before the last is free.
     __device__ __forceinline__ void foretell(const DqPlace& place) const {
-        if (dq_held || warpgroup != 0 || threadIdx.x % 128 != 0) return;
+        if (dq_whole || warpgroup != 0 || threadIdx.x % 128 != 0) return;
         shared.dq_place(slot.stage) = place;
         ptx::mbarrier_arrive(shared.barrier(foretold + slot.stage));
     }
@@ -265,6 +325,7 @@ struct Consumer : Worker {
     // The rest of a step.
     __device__ __forceinline__ void end_step() {
         ptx::wgmma_wait<1>();
+        add_counted<false>();
         hand_over(slot.stage);
         ptx::wgmma_wait<0>();
         if (cfg::dbias == kDbiasStored && threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
@@ -364,7 +425,7 @@ struct Consumer : Worker {
             write_queries();
             write();
         }
-        await_taken(slot.stage);  // both reducers have read their last place
+        if constexpr (!dq_whole) await_taken(slot.stage);  // both reducers have read their last place
         for (u32 reducer = 0; reducer < 2; ++reducer, slot.advance()) foretell({-1, 0, 0, 0, 0});
         await_stores();
     }

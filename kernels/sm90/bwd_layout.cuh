@@ -13,9 +13,10 @@ constexpr int warpgroups = 2;  // consumers
 // A bias hides as masks do, and so does a function of the scores.
 constexpr bool may_hide_rows = may_have_empty_rows || cfg::bias || cfg::score, may_hide_keys = may_have_dead_keys || cfg::bias_keys;
 
-// Two ways to share a key tile's work.  By keys: 64 for each warpgroup, and dQ is computed as well.  By function, for wide
-// heads: both have the same 64 keys, one computes P and dV, the other dS and dK; dQ is left to sm90/bwd_rows.cu.
-constexpr bool by_function = cfg::block_n == 64;
+// Two ways to share a key tile's work.  By keys: 64 for each warpgroup, and dQ is computed as well, unless heads are wide (sm90/bwd_keys.cuh).
+// By function, for the widest: both have the same 64 keys, one computes P and dV, the other dS and dK.  What computes no dQ leaves it to
+// sm90/bwd_rows.cu.
+constexpr bool by_function = cfg::block_n == 64, dq_elsewhere = by_function || slabs > 2;
 static_assert(by_function || cfg::block_n == 64 * warpgroups);
 
 // Warps that draw what dropout drops (sm90/bwd_draws.cuh): a warpgroup of their own, or those that would reduce dQ.
@@ -36,9 +37,13 @@ static_assert(dq_by_rows || cfg::block_m == 64);
 static_assert(!dq_by_rows || !by_function);
 
 // Few rows: a block goes through all key tiles of a head, and sums dQ of its row tiles in shared memory, each thread its own elements, in order.
-constexpr bool dq_held = cfg::dq_tiles > 0;
+// Few keys: those of one key tile are all that a row sees, so that its dQ leaves at once.
+constexpr bool dq_held = cfg::dq_tiles > 0, dq_whole = !dq_elsewhere && !cfg::atomic_dq;
 constexpr int held_bytes = cfg::dq_tiles * warpgroups * dq_part_bytes;
-static_assert(!dq_held || dq_by_rows);
+static_assert(!dq_held || (dq_by_rows && dq_whole));
+
+// Sums of 64 columns leave room for one buffer of dS, and for none of what would be handed on.
+constexpr int ds_stages = dq_held && dq_columns == 64 ? 1 : 2;
 
 // Who makes dQ in its buffer visible to the copy engine: the reducer, or (faster with 64 rows) each warp that wrote it.
 constexpr bool reducer_fences = dq_by_rows;
@@ -47,9 +52,9 @@ constexpr int k_bytes = slabs * cfg::block_n * row_bytes;
 constexpr int v_bytes = slabs_v * cfg::block_n * row_bytes;
 constexpr int q_bytes = slabs * cfg::block_m * row_bytes;
 constexpr int do_bytes = slabs_v * cfg::block_m * row_bytes;
-constexpr int ds_bytes = by_function ? 0 : warpgroups * cfg::block_m * row_bytes;  // a slab per 64 keys
+constexpr int ds_bytes = dq_elsewhere ? 0 : warpgroups * cfg::block_m * row_bytes;  // a slab per 64 keys
 // What a warpgroup hands on: its part of dQ to a reducer warp, or (two buffers) float32 P to the other warpgroup.
-constexpr int handed_bytes = by_function ? 64 * cfg::block_m * 4 : dq_part_bytes;
+constexpr int handed_bytes = by_function ? 64 * cfg::block_m * 4 : dq_elsewhere ? 32 * cfg::block_m * 4 : dq_part_bytes, handed_stages = ds_stages == 1 ? 0 : 2;
 constexpr int numbers_bytes = cfg::block_m * 4;                  // stat or delta of a row tile
 // A split delta's parts are the first rows of 128 bytes of an operand of eight, of which the others remain zero.
 constexpr int delta_bytes = cfg::split_delta ? kDeltaParts * row_bytes : numbers_bytes;  // that arrive
@@ -58,7 +63,7 @@ constexpr int draws_bytes = drawers ? cfg::block_m * cfg::block_n / 8 : 0;  // a
 
 // A tile of the bias arrives where dS will be.
 constexpr int bias_bytes = cfg::bias_tiles ? ds_bytes : 0;
-static_assert(!cfg::bias_tiles || (!by_function && sizeof(cfg::bias_elem) == 2));
+static_assert(!cfg::bias_tiles || (!by_function && ds_stages == 2 && sizeof(cfg::bias_elem) == 2));
 
 // Offsets in bytes; every tile starts on a multiple of 1024.
 constexpr int k_at = 0;
@@ -67,17 +72,27 @@ constexpr int v_at = k_at + k_stages * (by_function && v_bytes > k_bytes ? v_byt
 constexpr int q_at = v_at + (by_function && k_bytes > v_bytes ? k_bytes : v_bytes);
 constexpr int do_at = q_at + cfg::stages * q_bytes;
 constexpr int ds_at = do_at + cfg::stages * do_bytes;
-constexpr int handed_at = ds_at + 2 * ds_bytes;
-constexpr int held_at = handed_at + 2 * handed_bytes;
+constexpr int handed_at = ds_at + ds_stages * ds_bytes;
+constexpr int held_at = handed_at + handed_stages * handed_bytes;
 constexpr int delta_at = held_at + held_bytes;
 constexpr int stat_at = delta_at + cfg::stages * delta_stride;
 constexpr int draws_at = stat_at + cfg::stages * numbers_bytes;
-// Below delta's parts there is room for what multiplies those of a bias.
+// Tensor cores add what an affine function leaves to rows, too, where these are consecutive.
+constexpr bool splits_rows = cfg::row_offsets && !cfg::runs;
+// Ones, numbers: of eight rows of a tile each as 16 bytes, of the next eight behind them.  As eight such units, of which all but the first two are
+// those of later rows, they are what tensor cores multiply to add such numbers to scores, and dS to sum it over rows (sm90/bwd_sums.cuh).
+constexpr int counting_bytes = (cfg::block_m / 8 + 3) * 32;
+constexpr bool counts = cfg::dbias >= kDbiasWeighted;
+// Below delta's parts there is room for what multiplies those of a bias, and for what dS is multiplied with.
 static_assert(!splits || !by_function);
+static_assert(!cfg::split_delta || counting_bytes <= 4 * row_bytes);
+constexpr int own_halves_bytes = !splits ? 0 : splits_rows ? counting_bytes : halves_bytes;
 constexpr int own_halves_at = draws_at + draws_bytes, halves_at = cfg::split_delta ? delta_at + 4 * row_bytes : own_halves_at;
+constexpr int own_counting_at = own_halves_at + (cfg::split_delta ? 0 : own_halves_bytes);
+constexpr int counting_at = cfg::split_delta ? halves_at + delta_stride : own_counting_at;
 // The parts themselves are fragments in registers, or in shared memory where tiles leave room.
-constexpr bool parts_held = slabs > 1 || slabs_v > 1;
-constexpr int parts_at = own_halves_at + (splits && !cfg::split_delta ? halves_bytes : 0);
+constexpr bool parts_held = slabs > 1 || slabs_v > 1 || splits_rows;
+constexpr int parts_at = own_counting_at + (counts && !cfg::split_delta ? counting_bytes : 0);
 constexpr int barriers_at = parts_at + (splits && !parts_held ? part_bytes * cfg::block_n : 0);
 
 enum Barrier {
@@ -198,9 +213,10 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 v() const { return address + v_at; }
     __device__ __forceinline__ u32 q(u32 stage) const { return address + q_at + stage * q_bytes; }
     __device__ __forceinline__ u32 dout(u32 stage) const { return address + do_at + stage * do_bytes; }
-    __device__ __forceinline__ u32 ds(u32 buffer) const { return address + ds_at + buffer * ds_bytes; }
+    __device__ __forceinline__ u32 ds(u32 buffer) const { return address + ds_at + (ds_stages == 1 ? 0 : buffer) * ds_bytes; }
     __device__ __forceinline__ u32 handed_on(u32 buffer) const { return address + handed_at + buffer * handed_bytes; }
     __device__ __forceinline__ u32 halves() const { return address + halves_at; }
+    __device__ __forceinline__ u32 counting() const { return address + counting_at; }
     // Of the warpgroup's keys.
     __device__ __forceinline__ u32 parts(u32 warpgroup) const { return address + parts_at + 64 * part_bytes * warpgroup; }
     __device__ __forceinline__ u32 held(i32 m, u32 warpgroup) const { return address + held_at + (m * warpgroups + warpgroup) * dq_part_bytes; }

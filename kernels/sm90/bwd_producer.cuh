@@ -11,7 +11,7 @@
 namespace sm90::bwd {
 
 // Do key tiles add to dQ in a fixed order (sm90/bwd_reducer.cuh)?
-constexpr bool in_order = cfg::deterministic && !by_function && !dq_held;
+constexpr bool in_order = cfg::deterministic && !by_function && !dq_whole;
 
 // May a part be a slice of rows?  Turns (sm90/bwd_reducer.cuh) are told for whole heads.
 constexpr bool in_slices = cfg::in_parts && !in_order;

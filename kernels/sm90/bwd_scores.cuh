@@ -173,6 +173,34 @@ __device__ __forceinline__ void subtract_far(u32 scores, const Params& p, const 
     }
 }
 
+// The same where all scores lack what a function adds to their rows, rest_of_row(row), and many rows may be far: a warp asks for all maxima together.
+template <int n, class Rest>
+__device__ __forceinline__ void complete_far(u32 scores, const Params& p, const TilePlace& at, i32 first_row, const Rest& rest_of_row) {
+    const float* maxima = static_cast<const float*>(p.m.data) + slice_of(p.m, at.batch, at.head);
+    first_row += at.first_row;
+    const i32 lane = threadIdx.x % 32;
+    const float scale = cfg::prescaled ? 1.0f : fabsf(static_cast<float>(p.scale)), inverse = __fdividef(1.0f, scale);
+    scores += 16 * (threadIdx.x % 128);
+    float tops[2];  // of rows 32 apart
+    unroll<2>([&](int half) { tops[half] = maxima[min(first_row + 32 * half + lane, p.n_queries - 1) * p.m.row]; });
+#pragma unroll 1
+    for (i32 four = 0; four < n / 4; ++four, scores += 2048) {  // scores, of two rows and keys
+        float4 x;
+        ptx::load_shared(x, scores);
+        float each[4] = {x.x, x.y, x.z, x.w};
+        unroll<2>([&](int e) {
+            const i32 row = 8 * four + 2 * (lane % 4) + e;
+            const float top = __shfl_sync(~0u, four < 4 ? tops[0] : tops[1], row % 32), rest = rest_of_row(first_row + row);
+            unroll<2>([&](int key) {
+                float& score = each[e + 2 * key];
+                score = sum_of(score, rest);
+                if (is_far_row(top)) score = sm90::subtract_far(score, top, scale, inverse);
+            });
+        });
+        ptx::store_shared_v4(scores, __float_as_uint(each[0]), __float_as_uint(each[1]), __float_as_uint(each[2]), __float_as_uint(each[3]));
+    }
+}
+
 // What dropout keeps of a thread's elements, a bit each, as sm90/bwd_draws.cuh lays them out.
 struct Draws {
     u32 kept[cfg::block_m / 64];

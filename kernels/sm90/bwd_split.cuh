@@ -11,14 +11,15 @@ template <int slab_count, int n>
 __device__ __forceinline__ void write_keys(const Worker& worker, const Work& work, const float (&x)[n], float factor,
                                                const ptx::TensorMap& map, void* gradient, i32 columns, u32 tile,
                                                int empty, u32 warpgroup) {
-    const i32 first_key = work.tile * cfg::block_n;
+    const i32 first_key = work.tile * cfg::block_n + (by_function ? 0 : 64 * warpgroup);
+    constexpr u32 stride = cfg::block_n * row_bytes;
     if constexpr (unrounded)
         write_gradient(x, factor, gradient, key_slice(worker.p, work), worker.p.n_keys, columns, first_key + fragment_row());
     else
-        stage_gradient(x, factor, tile, 64 * row_bytes);
+        stage_gradient(x, factor, tile, stride);
     ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradient is staged, and nobody needs to know the key tile any more
     if (!unrounded && threadIdx.x % 128 == 0) {
-        store_gradient<slab_count>(map, tile, 64 * row_bytes, first_key, work.head, work.batch);
+        store_gradient<slab_count>(map, tile, stride, first_key, work.head, work.batch);
         ptx::bulk_wait_read<0>();
     }
     release_read(worker.shared.barrier(empty));

@@ -45,7 +45,7 @@ struct WeightedSums {
     static constexpr int weights = cfg::weights;
     using Count = typename ::CountTo<weights>::type;
     const Params& p;
-    float sums[weights][2];
+    float sums[weights][2], counted[4];
     i32 head;  // whose sums they are
 
     __device__ __forceinline__ static constexpr int shared_by(int k) { return cfg::shared >> (3 * k) & 7; }
@@ -64,51 +64,61 @@ struct WeightedSums {
         head = work.head * p.group;
     }
 
-    // Takes those of one row tile.
+    __device__ __forceinline__ static ScorePlace place(const Params& p, const Traced& traced, const TracedRow& row, int key) {
+        return {p, traced.head, row, traced.keys[key]};
+    }
+
+    // Takes what is apart, of one row tile.
     struct Step {
         WeightedSums& to;
         const TilePlace at;
         const Traced traced;
         TracedRow rows[2];
-        float total[2] = {}, moment[2] = {};  // of dS, and of dS times the number of a row
 
         __device__ __forceinline__ Step(WeightedSums& to, const TilePlace& at) : to(to), at(at), traced(to.p, at) {}
 
-        __device__ __forceinline__ ScorePlace place(const TracedRow& row, int key) const { return {to.p, traced.head, row, traced.keys[key]}; }
-
         __device__ __forceinline__ void take(int i, float low, float high) {
             const int key = key_of(i);
-            if constexpr (cfg::rests != 0) total[key] += low + high;
-            if constexpr (cfg::climbs != 0) {
-                moment[key] = fmaf(low, static_cast<float>(query_of(i)), moment[key]);
-                moment[key] = fmaf(high, static_cast<float>(query_of(i + 1)), moment[key]);
-            }
-            if constexpr (cfg::apart == 0) return;
             unroll<2>([&](int e) {
                 if (i % 4 == 0) rows[e] = traced.row(to.p, at, i + e);
                 const float ds = e ? high : low;
                 float weight[weights];
-                place(rows[e], key).weights(weight, Count(), 0.0f);
+                place(to.p, traced, rows[e], key).weights(weight, Count(), 0.0f);
                 unroll<weights>([&](int k) {  // of a hidden score a weight may be anything
                     if (among(cfg::apart, k)) to.sums[k][key] += ds == 0.0f ? 0.0f : ds * weight[k];
                 });
             });
         }
-
-        __device__ __forceinline__ void finish() {
-            if constexpr (cfg::rests == 0) return;
-            const TracedRow first = traced.row(to.p, at, 0);
-            unroll<2>([&](int key) {
-                float weight[weights], step[weights];
-                place(first, key).weights(weight, Count(), 0.0f);
-                place(first, key).steps(step, Count());
-                unroll<weights>([&](int k) {
-                    if (among(cfg::rests, k)) to.sums[k][key] += total[key] == 0.0f ? 0.0f : total[key] * weight[k];
-                    if (among(cfg::climbs, k)) to.sums[k][key] += moment[key] == 0.0f ? 0.0f : moment[key] * step[k];
-                });
-            });
-        }
     };
+
+    // What is not: sums over a row tile of dS, and of dS times the number of a row, by tensor cores, as rounded for them.
+    __device__ __forceinline__ void count(const Fragments& ds, u32 counting) {
+        if constexpr (cfg::rests == 0) return;
+        ptx::wgmma_fence();
+        unroll<cfg::block_m / 16>([&](int step) {
+            ptx::Product<8>::rs<is_bfloat16, 1, 0>(counted, ds[step], ptx::wgmma_descriptor_of_units(counting + 64 * step, 32, 0), step > 0);
+        });
+        ptx::wgmma_commit();
+    }
+
+    // Adds them when they are there; they belong to the first threads of quads.
+    __device__ __forceinline__ void add(const TilePlace& at) {
+        if constexpr (cfg::rests == 0) return;
+        ptx::wgmma_pin(counted);
+        const Traced traced(p, at);
+        const TracedRow first = traced.row(p, at, 0);
+        const bool own = threadIdx.x % 4 == 0;
+        unroll<2>([&](int key) {
+            const float total = own ? counted[2 * key] : 0.0f, moment = own ? counted[2 * key + 1] : 0.0f;
+            float weight[weights], step[weights];
+            place(p, traced, first, key).weights(weight, Count(), 0.0f);
+            place(p, traced, first, key).steps(step, Count());
+            unroll<weights>([&](int k) {  // of a hidden score a weight may be anything
+                if (among(cfg::rests, k)) sums[k][key] += total == 0.0f ? 0.0f : total * weight[k];
+                if (among(cfg::climbs, k)) sums[k][key] += moment == 0.0f ? 0.0f : moment * step[k];
+            });
+        });
+    }
 
     // Of weights with a multiple of the score (cfg::tilts), sum dS s = k (sum dS scale q), since dK waits for its factors; k: the warpgroup's rows.
     __device__ __forceinline__ void add_products(const KeyGradient& dk, u32 k, const Work& work, u32 warpgroup) {

@@ -65,23 +65,17 @@ struct Worker {
         } else {
             if constexpr (finishes) finish_scores(s, p, place(first_key), bias);
             else if constexpr (cfg::prescaled) prescale(s, p);
-            if constexpr (cfg::row_offsets) return weigh_with_offsets<round_now>(s, weights, hidden, stat, draws, await_buffer);
-            hidden.refine(s, p, await_buffer);
-            weigh<round_now>(s, weights, p, stat, draws);
+            const SplitScore score = split_score();
+            hidden.refine(s, p, await_buffer, [&](i32 row) { return score.of_row(row); });
+            if constexpr (cfg::row_offsets && !splits_rows) {
+                const i32 first_row = step().m() * cfg::block_m + 2 * (threadIdx.x % 4);
+                weigh<round_now>(s, weights, p, OffsetStat<Stat>{stat, score, first_row, uniform(step().far()) ? 0.0f : score_scale(p)}, draws);
+            } else {
+                weigh<round_now>(s, weights, p, stat, draws);
+            }
         }
     }
 
-    // The same where the scores lack what a function adds to rows.  Those of far rows are made whole before their maximum is taken away.
-    template <bool round_now, class Hidden, class Stat, class Buffer>
-    __device__ __forceinline__ void weigh_with_offsets(Scores& s, Fragments& weights, const Hidden& hidden, const Stat& stat, const Draws& draws,
-                                                 const Buffer& await_buffer) {
-        const SplitScore score = split_score();
-        const i32 first_row = step().m() * cfg::block_m + 2 * (threadIdx.x % 4);
-        const bool far = uniform(step().far());
-        if (far) unroll<cfg::block_m / 2>([&](int i) { s[i] = sum_of(s[i], score.of_row(first_row + query_of(i))); });
-        hidden.refine(s, p, await_buffer);
-        weigh<round_now>(s, weights, p, OffsetStat<Stat>(stat, score, first_row, far ? 0.0f : score_scale(p)), draws);
-    }
     __device__ __forceinline__ SplitScore split_score() const { return {p, bias.head(), work().tile * cfg::block_n}; }
 
     // Waits for the key tile in the slot; false when there is none.
@@ -144,9 +138,10 @@ struct Hidden {
         if (partial) mask_scores(s, visible);
     }
 
-    // Hides scores, and takes the maximum from those of far rows.  await_buffer(): the address of handed_bytes, once nobody needs them.
-    template <class Buffer>
-    __device__ __forceinline__ void refine(Scores& s, const Params& p, const Buffer& await_buffer) const {
+    // Hides scores, makes those of tiles with far rows whole, and takes the maximum from those of far rows.  await_buffer(): the address of
+    // handed_bytes, once nobody needs them.
+    template <class Buffer, class Rest>
+    __device__ __forceinline__ void refine(Scores& s, const Params& p, const Buffer& await_buffer, const Rest& rest_of_row) const {
         if (!partial) return;
         mask_scores(s, visible);
         if (!uniform(worker.step().far())) return;
@@ -156,7 +151,8 @@ struct Hidden {
             float (&part)[n] = *reinterpret_cast<float (*)[n]>(s + first);
             const u32 buffer = await_buffer();
             store_registers(buffer, part);
-            subtract_far<n>(buffer, p, worker.place(0), 2 * first);
+            if constexpr (cfg::row_offsets) complete_far<n>(buffer, p, worker.place(0), 2 * first, rest_of_row);
+            else subtract_far<n>(buffer, p, worker.place(0), 2 * first);
             load_registers(part, buffer);
         }
     }

@@ -21,6 +21,9 @@ constexpr bool hides_late = cfg::split_bias && !told_bias;  // where tiles are c
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
+// Under column masks whole key tiles have steps of their own where rows are long and registers allow it: a warp waits for its instructions behind
+// those that it jumps over.  Three warpgroups fill such gaps, too, and causal rows lose.
+constexpr bool steps_apart = proceeds_early && column_masks > 0 && search_beside && !cfg::bias && !cfg::score;
 
 // What all lanes agree on once of a tile whose bias tensor cores add, which spares most tiles all other votes.
 struct Agreed {
@@ -293,6 +296,9 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         await_keys();
     }
 
+    // Do all lanes see so much of a cut tile that each of their rows' shares is likely to have a positive score?
+    __device__ __forceinline__ bool shows_many() const { return __all_sync(~0u, __popc(visible[0]) >= 8 && __popc(visible[1]) >= 8); }
+
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
     template <Cut cut>
     __device__ __forceinline__ bool step() {
@@ -305,7 +311,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         search_behind<cut>();
         ptx::wgmma_wait<1>();
         finish_scores(with);
-        const bool last = uniform(tile.last()), settled = !plain && !is_cut<cut>();
+        const bool last = uniform(tile.last()), settled = !plain && (!is_cut<cut>() || (cut == Cut::yes && shows_many()));
         if constexpr (!cfg::overlap) {
             ptx::wgmma_wait<0>();
             finish_values();
@@ -318,13 +324,12 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         return last;
     }
 
-    // Key tiles one after the other, until the row's last one or one that is hidden.  Where rows are long, whole tiles have steps of their own: a warp
-    // waits for its instructions behind those that it jumps over.
+    // Key tiles one after the other, until the row's last one or one that is hidden.
     __device__ __forceinline__ bool steps() {
         bool last;
         do {
             if constexpr (!later_tiles_vary) last = step<Cut::no>();
-            else if constexpr (!cfg::overlap) last = step<Cut::asked>();
+            else if constexpr (!steps_apart) last = step<Cut::asked>();
             else if (is_cut()) last = step<Cut::yes>();
             else
                 do last = step<Cut::no>();

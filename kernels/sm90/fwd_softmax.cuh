@@ -87,11 +87,6 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // What move_reference leaves to be done where some row of the warp is far, or was.  `moved`: the row has a new reference, `first`: it had none
 // that is a power of two.  The largest score of each row in this tile is in `largest`.
 __device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2], Scores& s, const float (&largest)[2],

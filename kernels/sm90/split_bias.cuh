@@ -48,6 +48,13 @@ struct BiasParts {
     __device__ __forceinline__ static bool hides(u32 pair) { return (pair & 0xFFFFu) == 0xFF80u; }  // -inf
 };
 
+// The part of a place in a quad, in the upper half of a word; the last place has none.
+__device__ __forceinline__ u32 part_of_place(float x, u32 place) {
+    const float rest = rest_of(x), last = rest_of(rest);
+    const u32 mask = place < 3 ? 0xFFFF0000u : 0;
+    return __float_as_uint(place == 0 ? x : place == 1 ? rest : last) & mask;
+}
+
 // Descriptors of halves, and of the parts of keys in rows.
 __device__ __forceinline__ u64 halves_descriptor(u32 halves) { return ptx::wgmma_descriptor_of_units(halves, 0, 0); }
 __device__ __forceinline__ u64 parts_descriptor(u32 parts) { return ptx::wgmma_descriptor_of_units(parts, 0, 8 * part_bytes); }

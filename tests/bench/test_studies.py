@@ -14,6 +14,7 @@ from bench import (
     kernel_profiles,
     loop_order,
     mask_memory,
+    pairs,
     same_bits,
     sparsity,
     traffic,
@@ -140,3 +141,19 @@ def test_a_profile_says_what_matters():
     found = kernel_profiles.summary(kernel)
     assert found["stalls"] == {"wait": 0.75, "barrier": 0.25}
     assert (found["milliseconds"], found["bank_conflicts"], found["tensor_pct"]) == (2.0, 0.5, 10.0)
+
+
+@pytest.mark.parametrize("operation", ["matvec", "softmin", "gradient"])
+def test_sums_over_pairs_are_the_chunked_ones(operation):
+    case = pairs.Case(operation, 5, 60, 2.0, dtype="float64")
+    given = pairs.operands(case, np)
+    for own, peer in zip(pairs.ours(case, *given)(), pairs.chunked(case, *given)(), strict=True):
+        np.testing.assert_allclose(own, peer, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:float32 products")
+def test_pairs_at_toy_size():
+    for point in pairs.points(toy()):
+        rows = point.measure()
+        assert rows["cuattn"]["error"] < 0.05 and rows["cuattn"]["rate"] > 0
+        json.dumps(list(rows.values()), allow_nan=False)

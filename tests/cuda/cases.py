@@ -35,8 +35,8 @@ class Case(NamedTuple):
     mask: Callable[[Case, np.random.Generator], Any] | None = None
     bias: Callable[[Case, np.random.Generator], np.ndarray] | None = None
 
-    def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return q, k, v and the keyword arguments of ``cuattn.forward``."""
+    def arrays(self, drawn: bool = True) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return q, k, v, zeros unless they are `drawn`, and the keyword arguments of ``cuattn.forward``."""
         rng = np.random.default_rng(sum(self.name.encode()))
         dv = self.head_dim if self.head_dim_v is None else self.head_dim_v
         shapes = {
@@ -44,7 +44,8 @@ class Case(NamedTuple):
             "k": (*self.batch, self.kv_heads, self.n_keys, self.head_dim),
             "v": (*self.batch, self.kv_heads, self.n_keys, dv),
         }
-        qkv = {name: outliers(rng, shape).astype(self.dtype) for name, shape in shapes.items()}
+        values = outliers if drawn else lambda rng, shape: np.zeros(shape)
+        qkv = {name: values(rng, shape).astype(self.dtype) for name, shape in shapes.items()}
         options = dict(self.options or {})
         if self.kv_heads != self.heads:
             options["enable_gqa"] = True

@@ -198,7 +198,7 @@ def scored(call: Prepared, score: Any) -> Prepared:
 
 def prepared(case: Case, operation="forward", **more) -> Prepared:
     """Return a case as a call of an operation."""
-    arrays, options = case.arrays()
+    arrays, options = case.arrays(drawn=False)
     return validated(arrays.values(), options, operation, **more)
 
 

@@ -1,5 +1,6 @@
 """Arrays on a GPU: with stand-ins for what a machine without one lacks, and for real."""
 
+import contextlib
 import functools
 import gc
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from cuattn.errors import DtypeError, UnsupportedError
 from cuattn.interop import to_backend, torch_tensors
-from cuattn.interop.origin import constructor
+from cuattn.interop.origin import CuPy, constructor
 from tests.interop.helpers import BFLOAT16, FLOATS, Producer, library, one
 
 # CUDA, with stand-ins for what a machine without a GPU lacks
@@ -174,6 +175,29 @@ def test_arrays_are_made_as_by_their_class(shape):
     assert constructor(type("ndarray", (), {})).__name__ == "ndarray"  # without an inner constructor
 
 
+@pytest.mark.parametrize("rows", [5, 1 << 18])
+def test_small_results_share_a_piece_of_memory(rows):
+    cupy = library("cupy")
+    taken = []
+
+    def allocate(size):
+        taken.append(size)
+        memory = cupy.cuda.UnownedMemory(4096 << 10 * len(taken), size, None, 0)
+        return cupy.cuda.MemoryPointer(memory, 0)
+
+    cupy.cuda.set_allocator(allocate)
+    try:
+        wanted = [((rows, 8), BFLOAT16), ((rows,), np.dtype(np.float32))]
+        results, addresses, scratch = CuPy.at(0).allocator(wanted)(100, False, ())
+    finally:
+        cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+    assert [(x.shape, x.dtype) for x in results] == wanted and scratch.mem.size == 100
+    assert [x.data.ptr for x in results] + [scratch.ptr] == addresses
+    first, second = (x.data.mem for x in results)
+    assert (first is second) == (rows == 5) and len(taken) == (2 if rows == 5 else 3)
+    assert addresses[1] - addresses[0] >= 16 * rows and addresses[1] % 256 == 0
+
+
 @pytest.mark.usefixtures("events")
 def test_other_cuda_producers_go_through_cupy():
     array, origin = one(Producer(None, device=(2, 3)))
@@ -234,15 +258,21 @@ def test_gpu_results_are_the_callers_kind_of_array(name, together):
 
 
 @pytest.mark.parametrize("shape", [(), (7, 0), (2, 1, 5)])
-def test_models_have_no_memory(shape):
+@pytest.mark.parametrize("private", [True, False])
+def test_tensors_are_made_as_by_empty(shape, private):
     torch = library("torch")
-    with torch.inference_mode():
-        model = torch_tensors.model_of(shape, torch.bfloat16, torch.device("cpu"))
-    results = [torch.empty_like(model) for _ in range(2)]
-    assert model.untyped_storage().nbytes() == 0
-    for result in results:
-        assert (result.shape, result.stride()) == (shape, torch.empty(shape).stride())
-        assert result.fill_(1).sum() == result.numel() and not result.is_inference()
+    without = types.SimpleNamespace(_C=None, empty_strided=torch.empty_strided)
+    made = torch_tensors.constructor(torch if private else without, "cpu")
+    assert isinstance(made, types.BuiltinFunctionType) == private
+    for context in (contextlib.nullcontext(), torch.inference_mode()):
+        with context:
+            wanted, found = (
+                torch.empty(shape, dtype=torch.bfloat16),
+                made(shape, torch_tensors.strides_of(shape), torch.bfloat16),
+            )
+        for name in ("shape", "dtype", "device", "requires_grad", "is_leaf"):
+            assert getattr(found, name) == getattr(wanted, name)
+        assert (found.stride(), found.is_inference()) == (wanted.stride(), wanted.is_inference())
 
 
 @pytest.mark.gpu

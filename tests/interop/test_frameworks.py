@@ -5,7 +5,7 @@ import pytest
 
 import cuattn
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop import to_backend
+from cuattn.interop import signature, to_backend, torch_tensors
 from tests.interop.helpers import BFLOAT16, FLOATS, library, one, run
 
 # PyTorch on the CPU
@@ -111,6 +111,35 @@ def test_unusual_torch_tensors_get_a_clear_error():
             one(torch.zeros(3, dtype=dtype), "v")
 
 
+def test_tensors_like_those_that_were_met_are_known_by_one_comparison(monkeypatch):
+    """It says what asking for everything says, also of tensors that look alike and are not."""
+    torch = library("torch")
+    monkeypatch.setattr(torch_tensors, "_met", {})
+    x, k = (torch.randn(4, 8, 8) for _ in range(2))
+    layouts, addresses = signature([x, None, k])
+    ((check, _),) = torch_tensors._met[x.shape, torch.Tensor, type(None), torch.Tensor]
+    assert check(x, k) and not check(x, x)
+    other = torch.randn(4, 8, 8)
+    assert signature([other, None, k])[0] is layouts
+    assert signature([other, None, k])[1] == [other.data_ptr(), 0, k.data_ptr()] != addresses
+    longer, wanted = torch.randn(4, 8, 16), torch.randn(4, 8, 8, requires_grad=True)
+    unlike = [x.double(), x[:3], x.mT, longer[..., :8], longer[..., ::2], x.to("meta"), torch._neg_view(x), wanted]
+    unlike.append(torch.zeros(257)[1:].view(4, 8, 8))
+    alone = []
+    for value in [*unlike, *unlike]:
+        alone.append(signature([value, None, k]))
+        assert alone[-1] is None or alone[-1][0] != layouts
+    assert alone[: len(unlike)] == alone[len(unlike) :] and [found is None for found in alone].count(True) == 4
+    with torch.no_grad():
+        assert signature([wanted, None, k])[0] == layouts
+    assert signature([wanted, None, k]) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert signature([x, None, k]) is None
+    monkeypatch.setattr(torch_tensors, "_met", {})
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)  # as another version may be without it
+    assert signature([x, None, k]) == (layouts, addresses) and not torch_tensors._met
+
+
 # JAX on the CPU
 
 
@@ -165,7 +194,7 @@ def test_jax_arrays_on_several_devices():
 import jax, pytest
 import cuattn
 from cuattn.errors import DtypeError, UnsupportedError
-from cuattn.interop import to_backend
+from cuattn.interop import signature, to_backend, torch_tensors
 first, second = jax.devices()
 x = jax.numpy.ones((2, 2))
 y = jax.device_put(x, second)

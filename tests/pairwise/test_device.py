@@ -1,5 +1,7 @@
 """The kernels of pairs: how they are launched, and what they compile to."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -27,9 +29,12 @@ def constants(case):
     return tuple(device.constants_of(dtype, FUNCTIONS[function].number, dim, columns, wanted).items())
 
 
-def product_constants(case, dim):
+def product_constants(case, dim, hopper=False):
     _, function, _, columns, wanted = CASES[case]
-    return tuple(tensor_cores.constants_of(FUNCTIONS[function].number, dim, columns, False, wanted).items())
+    pairs = SimpleNamespace(dim=dim, function=FUNCTIONS[function], precision=None)
+    if columns:
+        wanted = wanted._replace(v=np.zeros((1, columns)))
+    return tuple(tensor_cores.constants_of(pairs, wanted, hopper).items())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -46,16 +51,22 @@ def test_spills(case, arch):
 def test_products_spill_nothing(case, dim):
     for used in kernel_resources("pairwise/products.cu", product_constants(case, dim), "sm_90").values():
         assert (used.stack, used.spill_stores) == (0, 0)
+    if dim > 16:
+        for used in kernel_resources("pairwise/warpgroups.cu", product_constants(case, dim, True), "sm_90a").values():
+            assert (used.stack, used.spill_stores) == (0, 0)
 
 
-@pytest.mark.parametrize(("dim", "most"), [(16, 32), (64, 64), (128, 200)])
+@pytest.mark.parametrize(("dim", "most"), [(16, 32), (64, 64), (80, 200), (128, 200)])
 @pytest.mark.parametrize("case", ["gradient", "softmin gradient"])
 def test_slopes_spill_little(case, dim, most):
     """The sums of a long row leave little room; what is spilled then is a few numbers a tile of keys."""
-    assert (
-        kernel_resources("pairwise/slopes.cu", product_constants(case, dim), "sm_90")["pairwise_slopes"].spill_stores
-        <= most
-    )
+    used = kernel_resources("pairwise/slopes.cu", product_constants(case, dim), "sm_90")["pairwise_slopes"]
+    assert used.spill_stores <= most
+    if dim > 16:
+        for used in kernel_resources(
+            "pairwise/warpgroup_slopes.cu", product_constants(case, dim, True), "sm_90a"
+        ).values():
+            assert (used.stack, used.spill_stores) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +74,7 @@ def test_slopes_spill_little(case, dim, most):
     [
         ("pairwise/rows.cu", "PairwiseParams", device.PARAMS, constants("matvec")),
         ("pairwise/products.cu", "ProductParams", tensor_cores.PARAMS, product_constants("softmin", 64)),
+        ("pairwise/prepare.cu", "PrepareParams", tensor_cores.PREPARE, product_constants("softmin", 64)),
     ],
 )
 def test_arguments_are_mirrored(path, struct, mirror, known):

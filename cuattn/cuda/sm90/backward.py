@@ -2,7 +2,8 @@
 
 There are two ways.  Where dK and dV of 128 keys fit into registers, one kernel (sm90/bwd.cu) computes everything and
 adds dq up in memory, key tiles taking turns where the order must be fixed; sm90/bwd_convert.cu turns the sums into
-rows.  Else the same kernel with 64 keys computes dK and dV, and sm90/bwd_rows.cu computes dq.
+rows.  Where a row's keys are one key tile, or a block holds dq of a head, that kernel writes dq itself.  Else the same
+kernel computes dK and dV alone, of 128 keys or 64, and sm90/bwd_rows.cu computes dq.
 
 A block has all query heads that share its key tile.  Where that leaves multiprocessors without work, several blocks
 share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add_parts.cu adds their dK and dV up.
@@ -10,6 +11,7 @@ share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add
 
 import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +27,7 @@ from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
-from cuattn.cuda.sm90.parts import count_parts, side_by_side
+from cuattn.cuda.sm90.parts import count_parts, side_by_side, visible_rows
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -44,6 +46,7 @@ _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: me
 _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
 _SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
+_OWNED, _OWNED_V = 3, 2  # slabs of 128 keys of which dK and dV fit into registers without dQ
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
 
@@ -93,6 +96,8 @@ class Cut:
         Of a row of dq's accumulator: whole slabs.
     fused : bool
         One kernel computes everything and adds dq up in memory.
+    owns_keys : bool
+        Else: warpgroups divide the keys of a tile, not what is computed of them.
     split_delta : bool
         Tensor cores subtract delta from dP: dropout needs it apart, and blocks take the registers of V.
     split_bias : bool
@@ -102,6 +107,8 @@ class Cut:
     bias : BiasForm
     dq_tiles : int
         Of a head's rows, whose dq a block holds in shared memory over all key tiles; else 0.
+    dq_leaves : bool
+        Each row sees something of the one key tile, and nothing else: its dq leaves at once.
     slopes_of_heads : bool
         All scores of a head have the same slope: it joins dQ and dK last.
     sloped : bool
@@ -148,16 +155,22 @@ class Cut:
         self.arrays = {} if self.weighted else like_biases(problem)
         tables = len(self.arrays) < len(learned(problem)) and not self.weighted  # which take registers, too
         apart = problem.dropout or blocks or tables or sloped
+        plain = forward.is_plain(replace(problem, band=None))
+        self.owns_keys = not self.fused and plain and self._slabs[0] <= _OWNED and self._slabs[1] <= _OWNED_V
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
-        self.dq_tiles, self.parts, self.slices = 0, 1, 1
+        self.dq_tiles, self.dq_leaves, self.parts, self.slices = 0, False, 1, 1
         self.keys, self.rows = self._key_tile(), self._row_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
         masked = problem.masks or problem.deterministic  # with masks registers are short; they keep a fixed order, too
-        alone = problem.group == 1 and not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
-        if narrow and alone and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS:
+        alone = not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
+        fits = narrow or (self.keys.block_m == _TALL and problem.bias is None and problem.score is None)
+        plain = plain and self.fused and not shares_q and problem.out_dtype == problem.dtype
+        self.dq_leaves = plain and self._sees_one_tile()
+        few = problem.group == 1 and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS
+        if alone and fits and few and not self.dq_leaves:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
         elif problem.bias is None and not problem.learned and not (masked and (sloped or problem.dropout)):
@@ -185,6 +198,12 @@ class Cut:
             together = 1
         return {**tile_counts(problem, tile), "section": min(together, heads)}
 
+    def _sees_one_tile(self) -> bool:
+        """Whether there is one key tile, of which each row sees something."""
+        problem, rows = self.problem, visible_rows(self.problem, self.keys.block_n)
+        known = problem.band is None or not (problem.placed or problem.runs)
+        return known and len(rows) == 1 and rows[0] == problem.n_queries
+
     @property
     def _moved(self) -> int:
         """Bytes of a row of q, of do, and of dq where it is added up."""
@@ -193,6 +212,7 @@ class Cut:
     def _key_tile(self) -> Tile:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
         problem, (slabs, slabs_v), one = self.problem, self._slabs, self.fused
+        one = one or self.owns_keys
         block_m, block_n = 64, 128 if one else 64
         # Registers are short with slopes, and with dropout beside what takes some, too.
         beside = problem.masks == ("block",) or problem.bias is not None or problem.score is not None
@@ -205,16 +225,23 @@ class Cut:
         if one:
             keys = (2 * slabs + slabs_v) * block_n * ROW_BYTES
             width = _NARROW if block_m == _TALL and self.head_dim <= _NARROW else SLAB_COLUMNS * slabs
-            # dq on its way, or held; and dk and dv on their way.
-            sums = block_m * (4 * width * (1 + self.dq_tiles) + 2 * _WARPGROUPS * ROW_BYTES)
+            # dq on its way, or held; and dS, where dk and dv are on their way.
+            stages = 1 if self.dq_tiles and width > _NARROW else 2
+            sums = block_m * (4 * width * (stages - 1 + self.dq_tiles) + stages * _WARPGROUPS * ROW_BYTES)
+            if self.owns_keys:
+                sums = 2 * 4 * 32 * block_m  # scores of far rows
             barriers = 6
         else:
             keys = 2 * max(slabs, slabs_v) * block_n * ROW_BYTES
             sums = 2 * 4 * 64 * block_m  # P
             barriers = 4
         tiles = keys + _STAGES * rows + sums + draws * block_m * block_n // 8
+        counting = (block_m // 8 + 3) * 32
         if self.split_bias or self.split_score is not None:
-            tiles += HALVES_BYTES * (not self.split_delta) + KEY_BIAS_BYTES * block_n * (max(slabs, slabs_v) == 1)
+            by_row = self.split_score is not None and self.split_score.depends & I and not problem.runs
+            tiles += (counting if by_row else HALVES_BYTES) * (not self.split_delta)
+            tiles += KEY_BIAS_BYTES * block_n * (max(slabs, slabs_v) == 1 and not by_row)
+        tiles += counting * (self.bias.gradient >= Dbias.WEIGHTED and not self.split_delta)
         # What the warpgroups tell each other: work, steps and draws of each stage, mail, walk, heads, places of dq.
         walk = 48 + 16 * bool({"boolean", "function"} & {*problem.masks})
         told = 16 * (3 if one else 2) + _STAGES * 16 * (1 + draws) + 32 + walk + 24 + 40
@@ -245,7 +272,7 @@ class Cut:
     @property
     def adds_dq(self) -> bool:
         """Whether dq is added up in memory."""
-        return self.fused and not self.dq_tiles
+        return self.fused and not (self.dq_tiles or self.dq_leaves)
 
     def scratch(self, dq_instances: int) -> dict[str, Array]:
         """Return the scratch memory by name; `dq_instances` counts the different (N, d) matrices of q."""
@@ -314,6 +341,8 @@ class Cut:
         """How dq is made."""
         if self.dq_tiles:
             return "a block sums dq of a head over all keys, in a fixed order"
+        if self.dq_leaves:
+            return "rows see one key tile, which makes all of their dq"
         if not self.fused:
             return "dq by a second pass over the scores, in a fixed order"
         if self.problem.deterministic:
@@ -344,7 +373,7 @@ class Backward(MappedCall):
         beside = problem.bias, problem.score, problem.softcap
         plain = all(x is None for x in beside) and not (problem.masks or problem.dropout)
         many = problem.instances >= _SHORT_HEADS and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
-        ordered = problem.deterministic and not self.cut.dq_tiles
+        ordered = problem.deterministic and self.cut.adds_dq
         if not (plain and many) or ordered:
             return _SHORT
         return _SHORTEST_ORDERED if problem.deterministic else _SHORTEST

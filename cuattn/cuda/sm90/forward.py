@@ -39,6 +39,7 @@ _TEAMS_SMALLER = 4  # the same beside as many teams, which read keys as fast as 
 
 _COUNTED = 1 << 15  # key tiles of rows in parts are counted in 16 bits
 _LOWER = 0.75  # of the time that a key tile takes beside 192 rows, it takes beside 128, where rows are long
+_HIGHER = 1.32  # of that time, 128 keys take beside 256 rows, in tiles of 64: less a margin, 1.4 measured
 _TILE_ROWS, _PACKED = 128, 0.9  # of most tiles; the share of a group's row tiles that must do for heads to be packed
 
 _TOGETHER = {"column", "boolean", "function"}  # kinds of masks, of each of which there may be one
@@ -71,22 +72,24 @@ _BIASED_TILES = (
     (192, 128, Tile(128, 64, 3, 1)),
     (256, 256, Tile(128, 64, 2, 1)),
 )
+_HIGH_TILE = Tile(256, 64, 4, 2)
 # Where keys are few, row tiles begin and end all the time, and rows count that are not there: by columns of v, up to
 # how many rows of a head which tile holds them all, or those of two blocks; None: that of longer ones.
 _SHORT_TILES = {
     32: ((64, Tile(64, 64, 2, 2, 4)), (128, Tile(128, 64, 4, 2, 2)), (192, None), (256, Tile(128, 64, 4, 2, 2))),
-    64: ((64, Tile(64, 64, 3, 2, 3)), (128, Tile(128, 128, 3, 3)), (192, None), (256, Tile(256, 64, 4, 2))),
+    64: ((64, Tile(64, 64, 3, 2, 3)), (128, Tile(128, 128, 3, 3)), (192, None), (256, _HIGH_TILE)),
 }
 _LOW_TILE = Tile(64, 64, 3, 2, 3)  # instead of the last for few heads, and where masks hide keys from warpgroups
 _ROOMY_TILE = Tile(128, 64, 4, 2)  # where registers are fewer
 _MIDDLE_TILE, _MIDDLE_HEAD_DIM = Tile(192, 96, 2, 2), 96  # of plain calls, up to that many columns
-_SHORT_KEYS, _FEW_QUERIES = 512, 32  # at most; more than
+_SHORT_KEYS, _SHORT_ROWS, _FEW_QUERIES = 512, 256, 32  # at most, at most; more than
 _STEP = 31  # keys that a step takes as long for as for what it does once
 _WIDE_TILE = Tile(256, 64, 3, 2)  # of four warpgroups, for 64 columns where nothing but such a bias takes registers
 KEY_BIAS_BYTES = 16  # beside a float for each key; and a key's, in parts
 HALVES_BYTES = 128  # what parts are multiplied by
 _SPLIT_KEYS = 1 << 28  # key tiles are counted in fewer bits
 _SPLIT_HEAD_DIM = 128
+_LEAST_KEYS = 80  # of a tile that has all keys
 _FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
 MULTIPROCESSORS = 132  # of an H100 or H200
 _WIDE_ROUNDS = 1.08  # time of all tiles of 256 rows, beside that of tiles of 128, up to which they are taken
@@ -260,6 +263,8 @@ class Cut:
         plain = not self.bias_form and problem.softcap is None
         if widest == 128 and tile.block_n == 128 and problem.n_keys <= _SHORT_KEYS and plain:
             tile = tile._replace(block_n=min((128, 96), key=self._clocks))
+        if widest == SLAB_COLUMNS and problem.n_keys <= tile.block_n:
+            tile = tile._replace(block_n=min(tile.block_n, max(pad(problem.n_keys, 16), _LEAST_KEYS)))
         if widest == 128 and (described or self._splits):
             tile = tile._replace(q_stages=2)  # what keys come with takes the third one's place
         return tile
@@ -374,17 +379,23 @@ class Cut:
 
     def divide(self, multiprocessors: int) -> None:
         """Choose lower tiles, and divide long rows' keys into parts, where so many multiprocessors are done sooner."""
-        if not is_plain(replace(self.problem, band=None)) or self.problem.twin or self._is_window:
+        problem = self.problem
+        if not is_plain(replace(problem, band=None)) or problem.twin or self._is_window:
             return
-        if self.problem.n_keys <= _SHORT_KEYS or self.tile == _MIDDLE_TILE:  # which are chosen already
-            return
+        if (problem.n_keys <= _SHORT_KEYS and problem.n_queries <= _SHORT_ROWS) or self.tile == _MIDDLE_TILE:
+            return  # which are chosen already
+        if problem.out_dtype != problem.dtype:  # what is not rounded sums in the same order
+            rounded = Cut(replace(problem, out_dtype=problem.dtype))
+            rounded.divide(multiprocessors)
+            self.tile = _ROOMY_TILE if rounded.tile == _HIGH_TILE else self.tile
         chosen, time = self.tile, math.inf
         for tile, cost in self._heights():
-            lengths, slots = self._row_lengths(tile), multiprocessors * tile.min_blocks
+            counted = tile._replace(block_n=self.tile.block_n)
+            lengths, slots = self._row_lengths(counted), multiprocessors * tile.min_blocks
             found = balance.divide(lengths, self.problem.instances, slots, self._may_divide(tile))
             if cost * found.time < balance.GAIN * time:
                 chosen, time, (_, self.splits, self.split_tiles) = tile, cost * found.time, found
-        self.tile, self.counts = chosen, self.counts | tile_counts(self.problem, chosen)
+        self.tile, self.counts = chosen, self.counts | tile_counts(problem, chosen)
         if self.splits > 1:
             self.counts |= {"splits": self.splits, "split_tiles": self.split_tiles}
 
@@ -395,16 +406,21 @@ class Cut:
         return band is not None and (band.left is not None or band.right is None or problem.placed)
 
     def _heights(self) -> Iterator[tuple[Tile, float]]:
-        """Yield tiles of other heights, and what one of their steps costs beside one of the first."""
+        """Yield tiles of other heights, and what so many keys as one of the first has cost beside one of its steps."""
+        problem = self.problem
         yield self.tile, 1.0
-        lower = self.tile._replace(block_m=128)
-        if self.tile.block_m == 192 and self.problem.n_keys >= _LONG[lower.block_m]:
-            yield lower, _LOWER
+        if self.tile.block_m != 192:
+            return
+        if problem.n_keys >= _LONG[128]:
+            yield self.tile._replace(block_m=128), _LOWER
+        if problem.band is None and problem.n_keys >= _SHORT_KEYS and self.head_dim_v > _NARROW:
+            yield _HIGH_TILE, _HIGHER
 
     def _may_divide(self, tile: Tile) -> bool:
         problem, counts = self.problem, tile_counts(self.problem, tile)
         warpgroups = counts["row_tiles"] * problem.instances * tile.block_m // WARPGROUP_ROWS
         fits = problem.head_dim_v <= _SPLIT_HEAD_DIM and counts["key_tiles"] < _COUNTED
+        fits = fits and problem.n_keys > _SHORT_KEYS and tile != _HIGH_TILE
         return fits and warpgroups < COUNTERS and tile.min_blocks == 1
 
     @property

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from cuattn.cuda.families import launch_sequence
 from cuattn.errors import UnsupportedError
 from tests.cuda.cases import BF16, F16, Case, bias_of, case_of, columns_of
+from tests.cuda.nvrtc import kernel_resources
 from tests.cuda.recording import driver as driver
 from tests.cuda.recording import prepared, scored
 from tests.cuda.scores import SCORES
-from tests.cuda.sm80.test_forward_compile import COMPILED, kernel_resources
+from tests.cuda.sm80.test_forward_compile import COMPILED, own_texts
 
 PLAIN = Case("plain", n_queries=150, n_keys=200)
 DROPOUT = {"dropout_p": 0.25, "rng": 9, "is_causal": "top_left"}
@@ -33,30 +33,35 @@ MOST = 64  # bytes that a thread may spill: sums take every register
 EXCEPTIONS = {"everything": 192, "float32 d128": 128}
 
 
-def spills(call, arch, most=MOST):
+def spilled(call, arch, monkeypatch, most=MOST):
     """Yield the kernels of a call that spill more than they may."""
-    for kernel in launch_sequence(*call[:3])._kernels:
-        _, path, _, constants, _, _, traced = kernel._found
+    for path, constants, traced in own_texts(call, arch, monkeypatch):
         if "jvp" in path:
             for entry, used in kernel_resources(path, constants, arch, traced).items():
                 if used.stack > most:
                     yield entry, used
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("arch", COMPILED)
-def test_spills(arch, operation, driver, monkeypatch):
-    monkeypatch.setattr("cuattn.cuda.call.device_of", lambda number: COMPILED[arch])
-    for case in CASES + MORE_CASES * (arch == "sm_90" and operation != "double_backward"):
-        call = prepared(case, operation, kernel="sm80")
-        try:
-            assert not list(spills(call, arch, EXCEPTIONS.get(case.name, MOST))), case.name
-        except UnsupportedError as error:  # too wide for the shared memory of small GPUs
-            assert "no kernel along tangents" in str(error) and arch != "sm_90", case.name
+@pytest.mark.parametrize(
+    ("arch", "operation", "case"),
+    [
+        (arch, operation, case)
+        for arch in COMPILED
+        for operation in OPERATIONS
+        for case in CASES + MORE_CASES * (arch == "sm_90" and operation != "double_backward")
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_spills(arch, operation, case, driver, monkeypatch):
+    call = prepared(case, operation, kernel="sm80")
+    try:
+        assert not list(spilled(call, arch, monkeypatch, EXCEPTIONS.get(case.name, MOST)))
+    except UnsupportedError as error:  # too wide for the shared memory of small GPUs
+        assert "no kernel along tangents" in str(error) and arch != "sm_90"
 
 
 @pytest.mark.parametrize("operation", ["jvp", "backward_jvp"])
 @pytest.mark.parametrize("name", ["relative_table", "gated"])
-def test_score_functions_compile(name, operation, driver):
+def test_score_functions_compile(name, operation, driver, monkeypatch):
     call = scored(prepared(PLAIN, operation, kernel="sm80"), SCORES[name](PLAIN))
-    assert not list(spills(call, "sm_90"))
+    assert not list(spilled(call, "sm_90", monkeypatch))

@@ -2,12 +2,11 @@
 
 import pytest
 
-from cuattn.cuda.families import launch_sequence
 from tests.cuda import scores
 from tests.cuda.cases import Case, case_of, columns_of
 from tests.cuda.recording import driver as driver
 from tests.cuda.recording import prepared, scored
-from tests.cuda.sm80.test_forward_compile import COMPILED, failures
+from tests.cuda.sm80.test_forward_compile import COMPILED, own_texts, spills
 
 PLAIN = Case("plain", n_queries=150, n_keys=200)
 DROPOUT = {"dropout_p": 0.25, "rng": 9, "is_causal": "top_left"}
@@ -27,18 +26,14 @@ MORE_CALLS = [
 ]
 
 
-def jobs(arch):
-    """Return what calls of both directions compile on an architecture, but for kernels that ask for no scores."""
-    for name, case in CALLS + MORE_CALLS * (arch == "sm_90"):
-        for direction in ("forward", "backward"):
-            call = scored(prepared(case, direction, kernel="sm80"), scores.SCORES[name](case))
-            for kernel in launch_sequence(*call[:3])._kernels:
-                _, path, _, constants, _, _, traced = kernel._found
-                if path not in ("util/bwd_preprocess.cu", "sm80/bwd_convert.cu") and traced:
-                    yield f"{name} {case.name}", path, constants, arch, traced
-
-
-@pytest.mark.parametrize("arch", COMPILED)
-def test_scores_spills(arch, driver, monkeypatch):
-    monkeypatch.setattr("cuattn.cuda.call.device_of", lambda number: COMPILED[arch])
-    assert not failures(list(jobs(arch)))
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("name", "case", "arch"),
+    [(*call, arch) for arch in COMPILED for call in CALLS + MORE_CALLS * (arch == "sm_90")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_spills(name, case, arch, direction, driver, monkeypatch):
+    call = scored(prepared(case, direction, kernel="sm80"), scores.SCORES[name](case))
+    for path, constants, traced in own_texts(call, arch, monkeypatch):
+        if path not in ("util/bwd_preprocess.cu", "sm80/bwd_convert.cu") and traced:  # which ask for no scores
+            assert not spills(f"{name} {case.name}", path, constants, arch, traced)

@@ -11,6 +11,7 @@ from cuattn.cuda import families
 from cuattn.cuda.sm80.backward import Backward as PortableBackward
 from cuattn.cuda.sm90.backward import Backward
 from cuattn.errors import UnsupportedError
+from cuattn.problem import Band
 from tests.cuda.cases import BF16
 from tests.cuda.recording import array, operands, sequence_of
 from tests.cuda.recording import driver as driver
@@ -105,8 +106,34 @@ def test_a_block_holds_dq_of_few_rows(driver):
     preprocess, keys = launched(driver, p, operands(p))
     assert keys.constants["dq_tiles"] == 2 and keys.argument["section"] == 1 and not keys.argument["turns"]
     assert not preprocess.constants["atomic_dq"] and not keys.argument["dq_acc"] and keys.argument["dq.data"]
+    wide = replace(p, head_dim=64, head_dim_v=64)
+    assert len(launched(driver, wide, operands(wide))) == 2
     shared = {**operands(p), "q": array((1, 4, 256, 32))}
     assert not Backward(replace(p, deterministic=False), shared, ()).cut.dq_tiles
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"kv_heads": 4}, {"n_queries": 128, "n_keys": 128, "band": CAUSAL}, {"deterministic": True}]
+)
+def test_dq_leaves_at_once_where_there_is_one_key_tile(driver, changes):
+    p = replace(problem(128, n_queries=500, n_keys=77), **changes)
+    preprocess, *done = launched(driver, p, operands(p))
+    assert not any(each.argument["dq_acc"] or "convert" in each.path for each in (preprocess, *done))
+    assert done[0].argument["dq.data"] and not done[0].constants["dq_tiles"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"band": Band(None, 0, -9)},
+        {"band": CAUSAL, "placed": True},
+        {"out_dtype": np.dtype(np.float32)},
+        {"masks": ("column",)},
+    ],
+)
+def test_dq_is_added_up_where_rows_may_see_nothing_or_stay_unrounded(driver, changes):
+    p = replace(problem(n_queries=500, n_keys=77), **changes)
+    assert Backward(p, operands(p), ()).cut.adds_dq
 
 
 def test_broadcast_queries_share_an_accumulator(driver):
@@ -180,7 +207,7 @@ def test_unfit_arrays(changes, words):
         ({}, True),
         ({"deterministic": True}, True),
         ({"head_dim": 64, "head_dim_v": 64}, True),
-        ({"head_dim": 64, "head_dim_v": 64, "deterministic": True}, False),  # turns
+        ({"head_dim": 64, "head_dim_v": 64, "deterministic": True}, True),
         ({"batch": (64,)}, False),
         ({"n_queries": 64, "n_keys": 64}, False),
         ({"n_queries": 49, "n_keys": 49, "deterministic": True}, True),

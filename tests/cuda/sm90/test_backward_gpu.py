@@ -92,6 +92,20 @@ OWN = [
          options={"window": (60, 20, "top_left")}),
     sized("few rows columns", 130, 200, 32, batch=(70,), heads=4, kv_heads=4, mask=columns_of),
     sized("few rows bias", 256, 256, 32, batch=(70,), heads=4, kv_heads=4, bias=bias_of(0, 1, 1, 1, dtype=BF16)),
+    sized("few rows d64", 256, 256, batch=(70,), heads=4, kv_heads=4),
+    sized("few rows d64 causal", 197, 197, batch=(70,), heads=4, kv_heads=4, dtype=F16, options={"is_causal": True}),
+    sized("few rows d40 dv 64 columns", 130, 200, 40, head_dim_v=64, batch=(70,), heads=4, kv_heads=4, mask=columns_of),
+    # All that rows see is one key tile.
+    sized("one key tile", 300, 77, heads=6, kv_heads=3),
+    sized("one key tile causal", 128, 128, dtype=F16, options={"is_causal": True}),
+    sized("one key tile d40", 200, 100, 40, head_dim_v=64, batch=(3,), heads=60, kv_heads=60),
+    sized("one key tile d96", 300, 77, 96, head_dim_v=40, options={"window": (400, 9, "bottom_right")}),
+    sized("one key tile sliced", 2000, 70, 128, batch=(1,), heads=2, kv_heads=2),
+    # Wide heads whose dK and dV registers hold.
+    sized("d 192 dv 128 full", 300, 500, 192, head_dim_v=128, heads=6, kv_heads=3, dtype=F16),
+    sized("d 136 dv 64 many tiles", 200, 130, 136, head_dim_v=64, batch=(3,), heads=60, kv_heads=60),
+    sized("dealt out d192", 400, 450, 192, head_dim_v=128, batch=(1,), heads=8, kv_heads=2,
+         options={"window": (200, 9, "top_left")}),
     sized("softcap", 500, 400, 128, options={"softcap": 3.0, "is_causal": "bottom_right"}),
     # A bias of its own, whose gradient is dS; one that heads or sequences share; loaded ones; one for each key or row.
     *(sized(f"bias d{d}", 300, 400, d, bias=bias_of(1, 1, 1, 1, dtype=BF16)) for d in (64, 128)),
@@ -141,6 +155,7 @@ TURNS = [
     "bias d64", "bias d128", "bias columns", "pair bias", "bias loaded d64", "key bias d64", "key bias d128",
     "bias softcap", "bias dropout", "bias shared by heads", "bias shared by sequences", "bias shared by all",
     "bias loaded", "bias blocks", "bias d256", "key bias d256", "key bias softcap", "row bias", "few rows",
+    "few rows d64", "few rows d40 dv 64 columns", "one key tile", "one key tile sliced", "d 192 dv 128 full",
     "few rows columns", "few rows bias", "dealt out", "dealt out d64", "dealt out d256", "dealt out columns",
 ]  # fmt: skip
 
@@ -362,17 +377,21 @@ def test_a_fixed_order_waits_for_no_block_that_has_yet_to_run(options):
 
 
 @pytest.mark.parametrize("scale", [30.0, -30.0, 3e4, 1e9, 1e30])
-@pytest.mark.parametrize(("head_dim", "options"), [
-    (64, {}), (64, {"is_causal": True}), (128, {}), (128, {"is_causal": True}), (128, {"dropout_p": 0.1, "rng": 1}),
-    (256, {}), (256, {"is_causal": True}),
+@pytest.mark.parametrize(("shape", "head_dim_v", "options"), [
+    *(((2, 300, d), d, options) for d in (64, 128, 256) for options in ({}, {"is_causal": True})),
+    ((2, 300, 128), 128, {"dropout_p": 0.1, "rng": 1}),
+    ((2, 300, 192), 128, {"is_causal": True}),
+    ((300, 200, 64), 64, {}),
+    ((300, 100, 64), 64, {}),
 ])  # fmt: skip
-def test_scores_of_any_size(head_dim, options, scale):
+def test_scores_of_any_size(shape, head_dim_v, options, scale):
     """Each query sees, in effect, the key that is like it: o is its value, l is 1, dv is do, to the bit, and dq is 0.
 
     What remains of dq is the rounding of dp and delta and, with dropout, of o.
     """
     rng = np.random.default_rng(8)
-    q, v, do = (rng.standard_normal((2, 300, head_dim)).astype(BF16) for _ in range(3))
+    widths = shape[-1], head_dim_v, head_dim_v
+    q, v, do = (rng.standard_normal((*shape[:-1], width)).astype(BF16) for width in widths)
     k = q if scale > 0 else -q
     arrays = [to_device(x) for x in (do, q, k, v)]
     options = {"kernel": "sm90", "scale": scale, **options}

@@ -13,7 +13,7 @@ from cuattn.cuda.sm90.parts import visible_rows
 from cuattn.problem import Band
 from tests.cuda import scores
 from tests.cuda.cases import BF16, F16, Case, columns_of
-from tests.cuda.nvrtc import compile_log, kernel_resources, version
+from tests.cuda.nvrtc import kernel_resources, resources, version
 from tests.cuda.recording import array, prepared, scored
 from tests.cuda.recording import driver as driver
 from tests.cuda.sm90.test_forward_plan import ARCH, CAUSAL, H200
@@ -52,6 +52,7 @@ def test_one_kernel_or_two():
     assert Cut(problem(softcap=3.0, band=CAUSAL)).fused and not Cut(problem(softcap=3.0)).split_delta
     assert "turns" in Cut(problem(64, deterministic=True)).note
     assert "fixed order" in Cut(problem(256)).note
+    assert [Cut(problem(192, 128, **changes)).keys.block_n for changes in ({}, {"softcap": 3.0})] == [128, 64]
 
 
 def test_scratch_holds_whole_tiles():
@@ -196,6 +197,9 @@ VARIANTS = [
     problem(128, softcap=3.0, masks=("column",)),
     problem(192, 128, band=CAUSAL),
     problem(256),
+    # Few rows, one key tile.
+    *(problem(64, batch=(64,), n_queries=200, n_keys=200, masks=masks) for masks in ((), ("column", "boolean"))),
+    *(problem(d, n_queries=500, n_keys=77, band=WINDOW) for d in (64, 128)),
     problem(256, masks=("column",), dropout=6554, softcap=3.0, band=WINDOW),
     problem(256, masks=("block",)),
     problem(64, deterministic=True, band=CAUSAL),
@@ -256,11 +260,18 @@ def kernels(p, form=NO_BIAS):
         yield "sm90/bwd_rows.cu", {**constants, **own}, tile.shared_bytes, "bwd_rows_layout"
 
 
+def used_by(path, constants, shared_bytes, layout):
+    """Return what a kernel uses, which must lay out its shared memory as the plan does."""
+    space = "rows" if "rows" in layout else "bwd"
+    check = f"static_assert(sm90::{space}::shared_bytes == {shared_bytes});\n" if layout else ""
+    (used,) = resources(source.build(path, constants) + check, ARCH, path).values()
+    return used
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda p: f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap}")
 def test_spills(variant):
-    for path, constants, _, _ in kernels(variant):
-        (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
-        known = 0
+    for path, *kernel in kernels(variant):
+        used, known = used_by(path, *kernel), 0
         if version().startswith("12."):
             crowded = {"column", "boolean"} <= {*variant.masks}
             known = DRAWER_BYTES if variant.dropout else CROWDED_BYTES if crowded else 0
@@ -287,17 +298,16 @@ def test_passes_spills():
             "pair_warpgroups": 2 if variant.masks else 4,
             **more,
         }
-        (used,) = kernel_resources("sm90/bwd_dbias.cu", tuple(constants.items()), ARCH).values()
+        path, check = "sm90/bwd_dbias.cu", f"static_assert(sm90::pairs::own_at == {shared_bytes});\n"
+        (used,) = resources(source.build(path, constants) + check, ARCH, path).values()
         assert used.stack == 0, (variant, used)
-        check = f'#include "sm90/bwd_pairs.cuh"\nstatic_assert(sm90::pairs::own_at == {shared_bytes});\n'
-        compile_log(source.prologue(constants) + source.flatten_text(check, "layout.cu"), ARCH)
 
 
 @pytest.mark.parametrize(("variant", "form"), BIASED)
 def test_biases_spills(variant, form):
-    for path, constants, _, _ in [*kernels(variant, form)][:1]:
-        (used,) = kernel_resources(path, tuple(constants.items()), ARCH).values()
-        assert used.stack == 0, (path, used)
+    path, *kernel = next(kernels(variant, form))
+    used = used_by(path, *kernel)
+    assert used.stack == 0, (path, used)
 
 
 SCORED = [
@@ -375,13 +385,3 @@ def test_preprocess_spills(variant, o_elem, load_bytes, dlse):
     constants = tuple({**constants, "load_bytes": load_bytes, "dlse": dlse}.items())
     (used,) = kernel_resources("util/bwd_preprocess.cu", constants, "sm_90").values()
     assert used.stack == 0, used
-
-
-def test_layout_agrees_with_the_kernel():
-    for variant, form in [*((variant, NO_BIAS) for variant in VARIANTS), *BIASED[::3], *BIASED[-2:]]:
-        for _, constants, smem_bytes, layout in kernels(variant, form):
-            if layout:
-                space = "rows" if "rows" in layout else "bwd"
-                check = f'#include "sm90/{layout}.cuh"\nstatic_assert(sm90::{space}::shared_bytes == {smem_bytes});\n'
-                text = source.prologue(constants) + source.flatten_text(check, "layout.cu")
-                compile_log(text, ARCH)

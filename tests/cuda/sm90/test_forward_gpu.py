@@ -69,6 +69,14 @@ OWN = [
     sized("hopper patches d64", 700, 1100, heads=40, kv_heads=40, mask=patches_of),
     sized("hopper long columns", 500, 9000, batch=(1,), mask=patches_of),
     sized("hopper one strip of a tile", 200, 2500, heads=40, kv_heads=40),
+    # Tiles of 256 rows; one that has all keys.
+    sized("hopper four warpgroups", 500, 1100, batch=(2,), heads=32, kv_heads=8),
+    sized("hopper four warpgroups float16", 500, 600, 40, head_dim_v=64, batch=(8,), heads=40, kv_heads=40, dtype=F16),
+    sized("hopper few keys", 900, 77, heads=30, kv_heads=30, options={"softcap": 3.0}),
+    sized("hopper few keys columns", 500, 90, heads=8, kv_heads=8, mask=columns_of),
+    sized(
+        "hopper few keys causal dropout", 500, 110, options={"is_causal": "bottom_right", "dropout_p": 0.3, "rng": 7}
+    ),
     sized("hopper three warpgroups d72", 729, 729, 72, heads=8, kv_heads=8),
     sized("hopper three warpgroups d96", 200, 1000, 96, heads=40, kv_heads=40),
     sized("hopper narrow window", 900, 900, options={"window": (20, 3)}),
@@ -228,8 +236,9 @@ def test_parts_hold_nan_that_no_query_sees(n_keys):
     made(case).check_unseen_keys("sm90")
 
 
-def test_float32_output_is_the_rounded_one():
-    problem = named("hopper long", OWN)
+@pytest.mark.parametrize("name", ["hopper long", "hopper four warpgroups"])
+def test_float32_output_is_the_rounded_one(name):
+    problem = named(name, OWN)
     exact = problem.forward("sm90", out_dtype=np.float32)[0]
     assert exact.dtype == np.float32
     np.testing.assert_array_equal(exact.astype(problem.case.dtype), problem.forward("sm90")[0])

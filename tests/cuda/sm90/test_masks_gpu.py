@@ -66,6 +66,23 @@ def test_boolean_masks_give_the_bits_of_column_masks(made, head_dim, rng_):
             assert x.tobytes() == y.tobytes(), name
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("made", ["columns", "documents", "eviction"])
+def test_long_rows_give_the_bits_of_a_boolean_mask(made, head_dim):
+    rng, n = np.random.default_rng([len(made), head_dim]), 1300
+    mask = {
+        "columns": lambda: columns(rng, HEADS, n_queries=n, n_keys=n),
+        "documents": lambda: masks.causal_document([700, 1, 599]),
+        "eviction": lambda: masks.random_eviction(n, 500, 0),
+    }[made]()
+    given = [to_device(x) for x in arrays(rng, head_dim, n, n)[:3]]
+    expected, found = (
+        cuattn.forward(*given, mask=x, kernel="sm90") for x in (BooleanMask(np.ascontiguousarray(mask.dense())), mask)
+    )
+    for name, x, y in zip(NAMES, expected[:3], found[:3], strict=False):
+        assert x.get().tobytes() == y.get().tobytes(), name
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("made", ["columns", "causal", "full"])
 def test_boolean_masks_give_the_bits_of_column_masks_to_grouped_heads(made, head_dim):
