@@ -1,11 +1,11 @@
 """Time calls fairly: caches flushed, the device kept busy, rivals interleaved, every sample kept.
 
-A clock knows one device.  `measure` runs rivals in turn, so that a drifting temperature or clock meets all of them
-alike, and begins each round with the next of them.  Before each call the clock overwrites a buffer larger than the
-L2 cache: inputs come from device memory, as in a model, and the device is still busy while the host enqueues the
-call, so that the events around it enclose device work alone.  After a call of many milliseconds it does so for as
-long again: back to back, float64 backwards of 32 ms were up to 18 % slower for a quarter of a second, whichever of
-several they were, and slower behind PyTorch's than behind ours.
+A clock knows one device. `measure` runs rivals in turn, so that a drifting temperature or clock meets all of them
+alike, and begins each round with the next of them.  Before each call the clock overwrites a buffer larger than the L2
+cache: inputs come from device memory, as in a model, and the device is still busy while the host enqueues the call, so
+that the events around it enclose device work alone.  If one of the rivals takes many milliseconds it does so after
+each call for as long again: back to back, float64 backwards of 32 ms were up to 18 % slower for a quarter of a second,
+whichever of several they were, and slower behind PyTorch's than behind ours.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 FLUSH_BYTES = 256 << 20  # four times the L2 cache of an H200 and more
 HOST_MARGIN = 1.5  # the device is kept busy for this many times the host cost of a call
 TIRING = 0.02  # seconds; a call as long as this may leave a lower clock to the next one
-RECOVERY = 0.05  # seconds of flushes, at most, that follow such a call before the next, whosever they are
+RECOVERY = 0.05  # seconds of flushes, at most, that follow each call before the next, if one of the rivals' is so long
 LONG = 0.2  # seconds; a longer call that was checked before needs no warm-up that does not count
 
 
@@ -165,12 +165,13 @@ def measure(calls, clock, *, seconds=2.0, least=7, most=50, alone=()):
             once += spent
         rounds = int(np.clip(seconds / max(once, 1e-9), least, most))
         before = names[-1] if names else ""
+        tiring = max(took.values(), default=0.0) >= TIRING
         for turn in range(rounds):
             first = turn % max(len(names), 1)
             due = [name for name in names[first:] + names[:first] if len(samples[name]) < rounds]
             pending = {}
             for name in due:
-                clock.occupy(min(took[before], RECOVERY) if took[before] >= TIRING else 0.0, passes=0)
+                clock.occupy(min(took[before], RECOVERY) if tiring else 0.0, passes=0)
                 pending[name] = clock.start(calls[name], host_seconds=host[name])
                 before = name
             for name, events in pending.items():

@@ -61,6 +61,7 @@ name                    type     meaning
 ``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
 ``deterministic``       bool     sm90 backward: key tiles take turns to add to dq
 ``dq_tiles``            int      sm90 backward: row tiles of which a block holds dq over all keys; 0 = none
+``tail``                bool     sm90 backward: the last key tiles are shared likewise
 ``in_parts``            bool     sm90 backward: several blocks share a key tile; dk and dv are sums of their parts
 ``pair_warpgroups``     int      sm90 passes over pairs of tiles: warpgroups that share a tile
 ``inputs``              bool     sm90 passes over pairs of tiles: weights depend on scores

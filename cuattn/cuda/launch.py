@@ -9,6 +9,7 @@ import numpy as np
 
 from cuattn.cuda.arguments import Change
 from cuattn.cuda.compile import function
+from cuattn.cuda.early import launcher
 from cuattn.cuda.params import PARAMS
 from cuattn.cuda.source import constants_of
 
@@ -49,6 +50,8 @@ class Kernel:
         Whether any other kernel is.
     traced : str, optional
         The text of its score and mask functions.
+    early : bool, optional
+        Whether it may begin before the launch in front of it has ended, see :mod:`cuattn.cuda.early`.
 
     Attributes
     ----------
@@ -75,6 +78,7 @@ class Kernel:
         maps: Sequence[tuple[str, Callable[[int], Any]]] = (),
         exact: bool = False,
         traced: str = "",
+        early: bool = False,
     ) -> None:
         self._found = device, path, kernel, constants_of(path, constants), shared_bytes, exact or bool(maps), traced
         self._shape = (*(*grid, 1, 1)[:3], threads, 1, 1, shared_bytes)
@@ -90,7 +94,7 @@ class Kernel:
         self._mapped = [names[name] for name, _ in maps]
         self._described = functools.lru_cache(_DESCRIBED)(functools.partial(_described, [each for _, each in maps]))
         self._idle: list[Piece] = []  # arguments that no launch is being made of
-        self.dtype = dtype
+        self.dtype, self._early = dtype, early
         self.is_placed = dtype.names[0] == PARAMS.names[0]
         self.is_traced = any(name.startswith("traced.") for name in dtype.names)
 
@@ -150,7 +154,9 @@ class Kernel:
         """Launch with the arguments of a piece, which the driver copies; `maps` keeps those behind the first alive."""
         launch = _thread.launch or _prepare_thread()
         _held, told = self._launched
-        launch(*told, stream, piece.arguments, 0)
+        early = launcher() if self._early else None
+        if early is None or early(*told, stream, piece.arguments, 0):
+            launch(*told, stream, piece.arguments, 0)
 
 
 def _described(describers: Sequence[Callable[[int], Any]], *addresses: int) -> tuple[list[Any], Any]:

@@ -70,4 +70,10 @@ __device__ __forceinline__ bool mbarrier_passed(u32 barrier, u32 parity) {
     return done;
 }
 
+// Lets the next launch begin, if it may before this one has ended, where multiprocessors have no more blocks of this one.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Waits for the end of the launch before, if this one began before.
+__device__ __forceinline__ void await_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 }  // namespace ptx

@@ -105,6 +105,7 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
     if (warp < 4) {
         ptx::registers_release<producer_registers>();
         if (warp == 0) {
+            if constexpr (dq_elsewhere) ptx::launch_dependents();  // sm90/bwd_rows.cu, which needs nothing of this
             Producer producer{p, maps, shared, threadIdx.x == 0};
             producer.run();
         } else if (warp <= warpgroups) {

@@ -347,11 +347,20 @@ struct Consumer : Worker {
         ptx::wgmma_pin(dv);
     }
 
+    // A slice's part of a gradient to the workspace.
+    template <int n>
+    __device__ __forceinline__ void store_slice(const float (&x)[n], float factor, const Work& work, void* to) const {
+        const i64 slice = static_cast<i64>(tile_number(p, work) - p.shared_tile) * p.split_tiles + work.slice();
+        float4* out = static_cast<float4*>(to) + (slice * warpgroups + warpgroup) * (32 * n) + threadIdx.x % 128;
+        unroll<n / 4>([&](int i) { out[128 * i] = make_float4(x[4 * i] * factor, x[4 * i + 1] * factor, x[4 * i + 2] * factor, x[4 * i + 3] * factor); });
+    }
+
     // A gradient of the warpgroup's keys leaves, by way of slabs at `staged`, `stride` bytes apart.
     template <int slab_count, int n>
     __device__ __forceinline__ void leave(const float (&x)[n], float factor, const Work& work, const ptx::TensorMap& map, void* to,
                                           i32 columns, u32 staged, u32 stride) const {
         const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
+        if (work.sliced()) return store_slice(x, factor, work, to);
         if constexpr (unrounded)
             return write_gradient(x, factor, to, key_slice(p, work), p.n_keys, columns, first_key + fragment_row());
         stage_gradient(x, factor, staged, stride);
@@ -362,7 +371,8 @@ struct Consumer : Worker {
     // Line 24.  dV leaves through this warpgroup's part of the buffers of dS; so does dK,
     // if each has room for 128 rows, else through the buffer of dQ.
     __device__ __forceinline__ void write() {
-        const Work work = this->work();
+        Work work = this->work();
+        if constexpr (cfg::tail) work.flags = __shfl_sync(~0u, work.flags, 0);  // the same in all lanes
         if constexpr (cfg::dbias == kDbiasOfKeys) key_sums.store(p, work, work.tile * cfg::block_n + 64 * warpgroup + fragment_row());
 #ifdef WEIGHTED_SUMS
         weighted_sums.add_products(dk, own_rows(shared.k(keys.stage)), work, warpgroup);
@@ -377,9 +387,9 @@ struct Consumer : Worker {
             await_added(other);
         }
         ptx::barrier_sync(keys_barrier, consumers);  // nobody reads dS any more
-        leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, key_gradient(p.dv, p.dv_acc), p.head_dim_v, own_gradients(0), ds_bytes);
+        leave<slabs_v>(dv, static_cast<float>(p.dropout_scale), work, dv_map, key_gradient(p.dv, p.dv_acc, work), p.head_dim_v, own_gradients(0), ds_bytes);
         if constexpr (!dq_by_rows && !unrounded) await_taken(slot.stage);
-        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, key_gradient(p.dk, p.dk_acc), p.head_dim,
+        leave<slabs>(dk, score_factor(p, work.batch, work.head), work, dk_map, key_gradient(p.dk, p.dk_acc, work), p.head_dim,
                      dq_by_rows ? own_gradients(0) + 64 * row_bytes : shared.handed_on(warpgroup), 64 * row_bytes);
     }
 

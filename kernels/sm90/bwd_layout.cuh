@@ -122,12 +122,14 @@ struct alignas(16) Work {
     i32 head, batch;  // of k and v, or of a part (below)
     i32 flags;        // and behind them the number of a slice
     static constexpr int slice_at = 8;
-    static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4, sunk_bit = 8, hides_bit = 16;
+    static constexpr i32 seen_bit = 1, dead_bit = 2, odd_bit = 4, sunk_bit = 8, hides_bit = 16, sliced_bit = 32;
     __device__ __forceinline__ bool seen() const { return flags & seen_bit; }  // by some row
     __device__ __forceinline__ bool dead() const { return flags & dead_bit; }  // masks hide some key of it from every row of the first head
     __device__ __forceinline__ bool odd() const { return flags & odd_bit; }    // the producer's own: where it noted the head of its last step
     __device__ __forceinline__ bool sunk() const { return flags & sunk_bit; }  // the same: the head's bias sinks or hides all of its keys
     __device__ __forceinline__ bool hides() const { return flags & hides_bit; }  // the same: it hides some of them
+    __device__ __forceinline__ bool sliced() const { return cfg::tail && flags & sliced_bit; }  // dK and dV are those of one of p.split_tiles slices
+    __device__ __forceinline__ i32 slice() const { return flags >> slice_at; }
 };
 
 // Where key tiles alone would leave multiprocessors without work, several blocks share each (cfg::in_parts): p.splits parts, of which each has
@@ -138,10 +140,20 @@ __device__ __forceinline__ i32 key_head(const Params& p, const Work& work) {
 }
 // Of dK and dV.
 __device__ __forceinline__ i32 key_slice(const Params& p, const Work& work) {
-    const i32 head = cfg::in_parts ? work.head * p.split_tiles + (work.flags >> Work::slice_at) : work.head;
+    const i32 head = cfg::in_parts ? work.head * p.split_tiles + work.slice() : work.head;
     return work.batch * p.kv_heads + head;
 }
 __device__ __forceinline__ void* key_gradient(const Operand& gradient, void* parts) { return cfg::in_parts ? parts : gradient.data; }
+__device__ __forceinline__ void* key_gradient(const Operand& gradient, void* parts, const Work& work) {
+    return work.sliced() ? parts : key_gradient(gradient, parts);
+}
+
+// Of key tiles of equal length a last round would leave most multiprocessors without work.  So those of it, from number p.shared_tile on, are
+// shared by p.split_tiles blocks each (cfg::tail): slices of rows, whose dK and dV go to the workspace unrounded, [slice][warpgroup] in the
+// order of the registers; sm90/bwd_convert.cuh adds them up in order.
+__device__ __forceinline__ i32 tile_number(const Params& p, const Work& work) {
+    return (work.batch * p.kv_heads + work.head) * p.key_tiles + work.tile;
+}
 
 // A row tile as the producer finds it, packed into one register.
 struct StepCode {

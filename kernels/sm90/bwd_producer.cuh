@@ -18,6 +18,11 @@ constexpr bool in_slices = cfg::in_parts && !in_order;
 
 // In a section the key tiles with most work come first; neighbours share q, do and dq.
 __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
+    i32 slice = 0, flags = 0;
+    if constexpr (cfg::tail) {
+        const i32 part = number - p.shared_tile;
+        if (part >= 0) number = p.shared_tile + part / p.split_tiles, slice = part % p.split_tiles, flags = Work::sliced_bit;
+    }
     TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
     if constexpr (cfg::batches_first) {  // sequences that share a bias are worked on side by side
         const i32 pair = place.batch * p.kv_heads + place.head;
@@ -25,13 +30,12 @@ __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
     }
     // Under causality the first keys are seen by most rows, without it (but with a window) the last.  A fixed order
     // is from the first to the last.
-    i32 slice = 0;
     if constexpr (cfg::in_parts) {
         const i32 part = place.head;
         place.head = part / p.split_tiles, slice = part - place.head * p.split_tiles;
     }
     const bool ascending = dq_held || in_order || cfg::band_right || !cfg::band_left;
-    return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, slice << Work::slice_at};
+    return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, slice << Work::slice_at | flags};
 }
 
 // The visible row tiles of a key tile, over all query heads that share its keys.  All lanes of a warp take part; what is
@@ -55,18 +59,18 @@ struct StepWalk {
             const bool dead = describe_tables(shared.walk(), p, instance, offset, work.tile);
             // A key that no head sees is none that the first one sees.
             if (dead && member == 0) shared.pending().flags |= Work::dead_bit;
-            if constexpr (in_slices) shared.walk().end = slice_edge(1);
+            if (in_slices || work.sliced()) shared.walk().end = slice_edge(1);
         }
         if constexpr (cfg::bias_keys) note_hidden_keys(head);
         __syncwarp();  // the new ones are there
         rows.begin(p);
-        if constexpr (in_slices) rows.tile = slice_edge(0) - 1;
+        if (in_slices || work.sliced()) rows.tile = slice_edge(0) - 1;
     }
 
     // Of the row tiles that the band lets see the keys, the first of the work's slice, or (after = 1) of the next.
     __device__ __forceinline__ i32 slice_edge(i32 after) const {
         const i32 first = rows.first_tile(p), count = max(walk_end(p, rows.first_key()) - first, 0);
-        return first + count * ((work.flags >> Work::slice_at) + after) / p.split_tiles;
+        return first + count * (work.slice() + after) / p.split_tiles;
     }
 
     // The same of keys that the bias hides.
@@ -286,7 +290,9 @@ struct Producer {
     }
 
     __device__ __forceinline__ void run() {
-        const i32 heads = p.batch * p.kv_heads, total = dq_held ? heads : heads * p.key_tiles, tiles = dq_held ? p.key_tiles : 1;
+        const i32 heads = p.batch * p.kv_heads, tiles = dq_held ? p.key_tiles : 1;
+        i32 total = dq_held ? heads : heads * p.key_tiles;
+        if constexpr (cfg::tail) total += (total - p.shared_tile) * (p.split_tiles - 1);
         for (i32 number = in_order ? draw() : blockIdx.x; number < total; number = draw())
             for (i32 tile = 0; tile < tiles; ++tile) feed(number * tiles + tile);
         if constexpr (drawers) tell({-1, 0, 0});

@@ -1,6 +1,7 @@
 // dQ for compute capability 9.0 in a fixed order: each row tile against its key tiles, without any sum in memory.
 //
-// A persistent grid; per block a producer warp feeds key and value tiles to two consumer warpgroups of 64 query rows each.
+// A persistent grid, whose blocks may begin while sm90/bwd.cu has its last key tiles; per block a producer warp feeds key and value tiles to two
+// consumer warpgroups of 64 query rows each.
 #include "ptx/registers.cuh"
 #include "sm90/bwd_rows_consumer.cuh"
 
@@ -44,6 +45,7 @@ backward_rows(const __grid_constant__ Params p, const __grid_constant__ ptx::Ten
         if (warp == 0) {
             Producer producer{p, maps, shared, threadIdx.x == 0};
             producer.run();
+            ptx::await_launch_before();  // who waits for this launch waits for both
         } else if (warp == 1 && may_hide_keys) {
             clean(p, shared);
         }

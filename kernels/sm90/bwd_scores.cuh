@@ -116,10 +116,19 @@ __device__ __forceinline__ u64 visible_rows(const Params& p, const TilePlace& at
 }
 
 // Visibility of a thread's elements: by key and 64 queries, bit query_of(i) % 64.
-using Visible = u64[2][(cfg::block_m + 63) / 64];
+using VisibleBits = u64[2][(cfg::block_m + 63) / 64];
+
+// The same where nothing but a band hides: by key from which query on, and before which, counted as query_of(i) is.  Fewer registers, which
+// makes causal kernels faster by up to 1 %; tiles of 128 rows that hide nothing, and kernels that do more besides, keep the bits.
+struct VisibleRange {
+    i32 first[2], end[2];
+};
+constexpr bool plain = !cfg::dropout && !cfg::bias && !cfg::score && !cfg::softcap && !cfg::deterministic;
+constexpr bool band_alone = cfg::mask == kMaskNone && plain && (!unmasked || cfg::block_m == 64);
+using Visible = Either<band_alone, VisibleRange, VisibleBits>::type;
 
 // Takes away what a mask function hides.
-__device__ __forceinline__ void ask_function(Visible& visible, const Params& p, const TilePlace& at) {
+__device__ __forceinline__ void ask_function(VisibleBits& visible, const Params& p, const TilePlace& at) {
     const FunctionHead head = FunctionHead::of(p, static_cast<i32>(slice_of(p.function, at.batch, at.head)));
     const FunctionKey keys[2] = {FunctionKey::of(p, head, at.key), FunctionKey::of(p, head, at.key + 8)};
     const i32 first = at.first_row + 2 * (threadIdx.x % 4);
@@ -134,7 +143,15 @@ __device__ __forceinline__ void ask_function(Visible& visible, const Params& p, 
     });
 }
 
-__device__ __forceinline__ void find_visible(Visible& visible, const Params& p, const TilePlace& at) {
+__device__ __forceinline__ void find_visible(VisibleRange& visible, const Params& p, const TilePlace& at) {
+    unroll<2>([&](int r) {
+        const i32 key = at.key + 8 * r, diagonal = key - at.first_row - 2 * (threadIdx.x % 4);
+        visible.first[r] = key >= p.n_keys ? cfg::block_m : cfg::band_right ? diagonal - p.band_right : 0;
+        visible.end[r] = cfg::band_left ? diagonal + p.band_left + 1 : cfg::block_m;
+    });
+}
+
+__device__ __forceinline__ void find_visible(VisibleBits& visible, const Params& p, const TilePlace& at) {
     unroll<2, (cfg::block_m + 63) / 64>([&](int r, int half) {
         visible[r][half] = visible_rows(p, at, at.first_row + 64 * half, at.key + 8 * r) >> (2 * (threadIdx.x % 4));
     });
@@ -142,7 +159,14 @@ __device__ __forceinline__ void find_visible(Visible& visible, const Params& p, 
 }
 
 // Hidden scores become -inf, whatever they were.
-__device__ __forceinline__ void mask_scores(Scores& s, const Visible& visible) {
+__device__ __forceinline__ void mask_scores(Scores& s, const VisibleRange& visible) {
+    unroll<cfg::block_m / 2>([&](int i) {
+        const int query = query_of(i), key = key_of(i);
+        s[i] = query >= visible.first[key] && (!cfg::band_left || query < visible.end[key]) ? s[i] : minus_infinity();
+    });
+}
+
+__device__ __forceinline__ void mask_scores(Scores& s, const VisibleBits& visible) {
     unroll<cfg::block_m / 2>([&](int i) {
         const int query = query_of(i);
         const u64 rows = visible[key_of(i)][query / 64];

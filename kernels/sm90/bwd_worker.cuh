@@ -92,7 +92,8 @@ template <int n>
 __device__ __forceinline__ void clear(float (&x)[n]) {
     unroll<n>([&](int i) { x[i] = 0.0f; });
 }
-__device__ __forceinline__ void clear(Visible& visible) {
+__device__ __forceinline__ void clear(VisibleRange& visible) { visible = {}; }
+__device__ __forceinline__ void clear(VisibleBits& visible) {
 #pragma unroll
     for (auto& rows_of_key : visible)
 #pragma unroll

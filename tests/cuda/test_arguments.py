@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cuattn.cuda import arguments
+from cuattn.cuda import arguments, early, launch
 from cuattn.cuda.launch import Kernel
 from cuattn.cuda.params import PARAMS
 from cuattn.errors import DtypeError, UnsupportedError
@@ -67,11 +67,11 @@ def test_load_bytes_follow_address_and_strides():
     assert arguments.load_bytes(device_like(x[:1, :1, 8:])) == 16
 
 
-def kernel(values, maps=()):
+def kernel(values, maps=(), **more):
     """Return a launch that is never made."""
     names, maps = {name: number for number, name in enumerate(("a", "b"))}, [(name, None) for name in maps]
     slots = {"q.data": "a", "o.data": "b"}
-    return Kernel(0, names, "sm80/fwd.cu", "kernel", {}, (1,), 32, PARAMS, values, slots, maps=maps)
+    return Kernel(0, names, "sm80/fwd.cu", "kernel", {}, (1,), 32, PARAMS, values, slots, maps=maps, **more)
 
 
 def record_of(piece):
@@ -91,6 +91,20 @@ def test_arguments_hold_values_and_addresses(monkeypatch):
     assert len(made._idle) == 1 and record_of(made._piece())["q.data"] == 0
     words, _, arguments = kernel({}, maps=["a", "b"])._piece()
     assert len(words) == PARAMS.itemsize // 8 + 3 and arguments == words[-3] + PARAMS.itemsize
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_early_launch_that_is_refused_is_made_all_the_same(monkeypatch, status):
+    calls = []
+    monkeypatch.setattr(launch._thread, "launch", lambda *told: calls.append(("", told)))
+    monkeypatch.setattr(launch, "launcher", lambda: lambda *told: calls.append(("early", told)) or status)
+    made = kernel({}, early=True)
+    made._launched = None, (5, *made._shape)  # as if compiled
+    made.launch((11, 12), 7)
+    names, told = zip(*calls, strict=True)
+    assert names == ("early", "")[: 1 + status] and len({*told}) == 1
+    assert told[0][:9] == (5, 1, 1, 1, 32, 1, 1, 0, 7)
+    assert (ctypes.sizeof(early._Config), ctypes.sizeof(early._Attribute)) == (56, 72)  # as cuda.h has them
 
 
 def changed(piece, changes):

@@ -27,7 +27,7 @@ from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
-from cuattn.cuda.sm90.parts import count_parts, side_by_side, visible_rows
+from cuattn.cuda.sm90.parts import Tail, count_parts, cut_tail, side_by_side, visible_rows
 from cuattn.cuda.sm90.tensor_map import MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -134,7 +134,7 @@ class Cut:
         multiprocessors: int = forward.MULTIPROCESSORS,
     ) -> None:
         self.problem, blocks = problem, problem.masks == ("block",)
-        self._multiprocessors = multiprocessors
+        self._multiprocessors, self._shares_q = multiprocessors, shares_q
         self.head_dim, self.head_dim_v = (
             _NARROW if columns <= _NARROW else width_of(columns) for columns in (problem.head_dim, problem.head_dim_v)
         )
@@ -145,7 +145,7 @@ class Cut:
         beside = problem.band is not None or problem.deterministic or problem.dropout or sloped
         crowded = (blocks and beside) or (sloped and problem.dropout)
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
-        self._slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
+        self.slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         self.bias = bias if self.fused else BiasForm(bias.keys)
         alone = self.fused and not sloped and problem.bias is None
         self.weighted = alone and score_gradients.by_main(problem)
@@ -156,7 +156,7 @@ class Cut:
         tables = len(self.arrays) < len(learned(problem)) and not self.weighted  # which take registers, too
         apart = problem.dropout or blocks or tables or sloped
         plain = forward.is_plain(replace(problem, band=None))
-        self.owns_keys = not self.fused and plain and self._slabs[0] <= _OWNED and self._slabs[1] <= _OWNED_V
+        self.owns_keys = not self.fused and plain and self.slabs[0] <= _OWNED and self.slabs[1] <= _OWNED_V
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
@@ -211,7 +211,7 @@ class Cut:
 
     def _key_tile(self) -> Tile:
         """Return the tile of sm90/bwd.cu; shared memory as kernels/sm90/bwd_layout.cuh lays it out."""
-        problem, (slabs, slabs_v), one = self.problem, self._slabs, self.fused
+        problem, (slabs, slabs_v), one = self.problem, self.slabs, self.fused
         one = one or self.owns_keys
         block_m, block_n = 64, 128 if one else 64
         # Registers are short with slopes, and with dropout beside what takes some, too.
@@ -256,7 +256,7 @@ class Cut:
 
     def _row_tile(self) -> Tile:
         """Return the tile of sm90/bwd_rows.cu; shared memory as kernels/sm90/bwd_rows_layout.cuh lays it out."""
-        problem, (slabs, slabs_v) = self.problem, self._slabs
+        problem, (slabs, slabs_v) = self.problem, self.slabs
         wide = max(slabs, slabs_v) > 2
         masked = bool(problem.masks) and wide
         block_m, block_n = 128, 32 if masked else 64
@@ -268,6 +268,25 @@ class Cut:
         size = pad(rows + keys + barriers, 16) + 16 + place + 24 + 4 * _STAGES  # work, place, mail, steps
         counts = self._counts((block_m, block_n), problem.n_keys * row_bytes(problem), problem.instances)
         return Tile(block_m, block_n, size, counts, v_stages)
+
+    @functools.cached_property
+    def tail(self) -> Tail | None:
+        """The key tiles that several blocks share, since fewer would be left than there are multiprocessors.
+
+        Only of tiles of 64 rows: where registers are short, what it takes costs the loop as much as it gains.
+        """
+        problem = self.problem
+        if not self._alone or problem.band is not None or self.keys.block_m == _TALL:
+            return None
+        return cut_tail(problem, self.keys.counts, self._multiprocessors)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether nothing stands beside the scores of one head for each of k, and dq is added up in memory."""
+        problem = self.problem
+        beside = problem.masks or problem.dropout or problem.bias is not None or problem.score is not None
+        other = beside or problem.softcap is not None or problem.deterministic or self._shares_q
+        return problem.group == 1 and self.parts == 1 and self.adds_dq and not other
 
     @property
     def adds_dq(self) -> bool:
@@ -291,6 +310,10 @@ class Cut:
             parts = problem.instances // problem.group * self.parts, problem.n_keys
             found["dk_acc"] = Array((*parts, problem.head_dim), problem.stat_dtype)
             found["dv_acc"] = Array((*parts, problem.head_dim_v), problem.stat_dtype)
+        if self.tail:
+            keys = self.tail.tiles * self.tail.slices, self.keys.block_n
+            found["dk_acc"] = Array((*keys, self.head_dim), self.problem.stat_dtype)
+            found["dv_acc"] = Array((*keys, self.head_dim_v), self.problem.stat_dtype)
         return found
 
     @property
@@ -298,9 +321,14 @@ class Cut:
         """Fields of ``Params`` of the kernel of keys alone, to which a part is a head of k and v."""
         problem, parts, slices = self.problem, self.parts, self.slices
         if parts == 1:
-            return {}
+            return self.tail_fields
         group = problem.group * slices // parts
         return {"kv_heads": problem.kv_heads * parts, "group": group, "splits": parts, "split_tiles": slices}
+
+    @property
+    def tail_fields(self) -> dict[str, int]:
+        """The same of the kernel that adds up what the blocks that share the last key tiles have."""
+        return {"shared_tile": self.tail.first, "split_tiles": self.tail.slices} if self.tail else {}
 
     @property
     def part_constants(self) -> Constants:
@@ -327,6 +355,7 @@ class Cut:
             "atomic_dq": self.adds_dq,
             "dq_tiles": self.dq_tiles,
             "in_parts": self.parts > 1,
+            "tail": self.tail is not None,
             "deterministic": self.problem.deterministic,
         }
 
@@ -423,14 +452,15 @@ class Backward(MappedCall):
         if by_score:
             by_score.add(self, whole, 0)
         if cut.adds_dq:
-            grid = (keys.counts["row_tiles"] * dq_instances,)
+            shared = cut.tail.tiles * sum(cut.slabs) if cut.tail else 0
+            grid = (keys.counts["row_tiles"] * dq_instances + shared,)
             convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
-            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts)
+            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts | cut.tail_fields)
         elif not cut.fused:
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
             work = rows.counts["row_tiles"] * problem.instances
             launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
-            self.add_mapped(*launched, rows.shared_bytes, ("dq",))
+            self.add_mapped(*launched, rows.shared_bytes, ("dq",), early=True)
         notes = [*cut.notes, *(by_score.notes if by_score else [])]
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
 

@@ -9,6 +9,7 @@ dV cost memory traffic, and each the time in which a block begins.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from cuattn.cuda.arguments import band_fields
 from cuattn.cuda.sm90.balance import makespan
@@ -39,6 +40,29 @@ def side_by_side(n_keys: int, block_n: int, multiprocessors: int) -> int:
     Those of the last heads that are as long as two others then begin while there is other work.
     """
     return 1 << (cdiv(2 * multiprocessors, cdiv(n_keys, block_n)).bit_length() - 1)
+
+
+class Tail(NamedTuple):
+    """The key tiles that would make a last round: so many, from this number on, each shared by so many blocks."""
+
+    first: int
+    tiles: int
+    slices: int
+
+
+def cut_tail(problem: Problem, counts: Mapping[str, int], multiprocessors: int) -> Tail | None:
+    """Return how the last of key tiles of equal length are shared by blocks, slices of rows for each; None if not."""
+    tiles, row_tiles = problem.instances // problem.group * counts["key_tiles"], counts["row_tiles"]
+    last = tiles % multiprocessors
+    if tiles < multiprocessors or not last:
+        return None
+
+    def time(slices: int) -> float:
+        rows = problem.n_queries / row_tiles * cdiv(row_tiles, slices)
+        return cdiv(last * slices, multiprocessors) * (rows + _ITEM_ROWS + _PART_ROWS * (slices > 1))
+
+    best = min(range(1, min(row_tiles, 2 * multiprocessors // last + _SLICES) + 1), key=time)
+    return Tail(tiles - last, last, best) if best > 1 else None
 
 
 def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, moved: int, multiprocessors: int) -> int:

@@ -107,6 +107,9 @@ OWN = [
     sized("dealt out d192", 400, 450, 192, head_dim_v=128, batch=(1,), heads=8, kv_heads=2,
          options={"window": (200, 9, "top_left")}),
     sized("softcap", 500, 400, 128, options={"softcap": 3.0, "is_causal": "bottom_right"}),
+    # Several blocks share the last key tiles.
+    sized("last tiles", 1100, 1100, 128, batch=(5,), heads=3, kv_heads=3),
+    sized("last tiles d72", 1100, 1100, 72, head_dim_v=40, batch=(), heads=15, kv_heads=15, dtype=F16),
     # A bias of its own, whose gradient is dS; one that heads or sequences share; loaded ones; one for each key or row.
     *(sized(f"bias d{d}", 300, 400, d, bias=bias_of(1, 1, 1, 1, dtype=BF16)) for d in (64, 128)),
     sized("bias many tiles", 200, 136, 128, batch=(3,), heads=60, kv_heads=60, bias=bias_of(1, 1, 1, 1, dtype=BF16)),

@@ -127,6 +127,15 @@ def test_key_tiles_are_as_long_as_the_band_makes_them():
     assert makespan([4, 3], [2, 2], 3) == 6 and makespan([4, 2], [2, 2], 4) == 4
 
 
+def test_the_last_key_tiles_are_shared():
+    assert Cut(grouped(4, 16, 16, 4096, 128)).tail == (1980, 68, 3)
+    assert Cut(grouped(1, 16, 16, 32768, 128)).tail == (4092, 4, 32)
+    assert Cut(grouped(16, 16, 16, 1024, 128)).tail is None  # parts would travel longer than they save
+    assert Cut(grouped(1, 33, 33, 16384, 128)).tail is None  # none are left over
+    for head_dim, changes in (64, {}), (256, {}), (128, {"band": CAUSAL}), (128, {"deterministic": True}):
+        assert Cut(grouped(4, 16, 16, 4096, head_dim, **changes)).tail is None
+
+
 def test_long_key_tiles_of_the_last_heads_begin_early():
     def sections(*sizes):
         return Cut(grouped(*sizes, band=CAUSAL)).keys.counts["section"]
@@ -208,6 +217,7 @@ VARIANTS = [
     problem(64, masks=("boolean",), dropout=6554, band=CAUSAL),
     problem(128, masks=("function",)),
     problem(256, masks=("function", "boolean")),
+    *(problem(d, band=CAUSAL) for d in (64, 72, 128)),
     problem(128, masks=("boolean",), deterministic=True, band=WINDOW),
     problem(128, masks=("column", "boolean"), deterministic=True, band=WINDOW),
     problem(128, masks=("column", "boolean"), dropout=6554, band=CAUSAL),

@@ -1,0 +1,46 @@
+"""Launches that may begin before the one in front of them has ended: programmatic dependent launch.
+
+The kernel in front allows it (``griddepcontrol.launch_dependents``), so that blocks begin where multiprocessors have
+no more work of it; the launched one ends when that has ended (``griddepcontrol.wait``).
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+
+_DRIVER = 12030  # the first whose graphs take such launches
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("shape", ctypes.c_uint * 7),  # grid, block, shared memory
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+_EARLY = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
+
+
+@lru_cache(maxsize=1)
+def launcher() -> Callable[..., int] | None:
+    """Return what launches early, if the driver does: `launch` takes what ``cuLaunchKernel`` takes and returns 0."""
+    import cupy
+
+    if cupy.cuda.runtime.driverGetVersion() < _DRIVER:
+        return None
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+
+    def launch(pointer: int, *shape_and_stream: int) -> int:
+        *shape, stream, arguments, extra = shape_and_stream
+        config = _Config((ctypes.c_uint * 7)(*shape), stream, ctypes.addressof(_EARLY), 1)
+        return function(ctypes.addressof(config), pointer, arguments, extra)
+
+    return launch
