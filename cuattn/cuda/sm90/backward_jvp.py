@@ -44,6 +44,7 @@ class Ring(NamedTuple):
 def takes_one_pass(problem: Problem) -> bool:
     """Return whether one launch sums dk and dv in registers and dq in memory, in no fixed order."""
     plain = not (problem.dropout or problem.deterministic or is_sloped(problem) or problem.score)
+    plain = plain and {*problem.masks} <= {"column", "boolean"}  # tried with these alone
     return plain and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
 
 

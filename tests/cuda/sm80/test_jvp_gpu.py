@@ -21,7 +21,7 @@ CASES = [
     sized("columns", 300, 200, mask=columns_of, **F32),
     sized("boolean d128", 100, 200, 128, mask=dense_of, **F32),
     Case("d 40 dv 72", head_dim=40, head_dim_v=72, options={"softcap": 3.0}, **F32),
-    sized("float64 d128 causal", 150, 140, 128, options={"is_causal": True}, **F64),
+    sized("float64 d128 causal", 150, 150, 128, options={"is_causal": True}, **F64),
     sized("float64 d72 dropout", 70, 140, 72, options={"dropout_p": 0.3, "rng": 5}, heads=4, kv_heads=2, **F64),
     sized("float64 columns", 150, 200, mask=columns_of, **F64),
 ]
