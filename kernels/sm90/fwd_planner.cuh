@@ -204,7 +204,7 @@ struct Planner {
         const Rows rows = all_rows(p, work);
         i32 lowest = band_first(p, rows) / cfg::block_n;
         i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
-        if constexpr (column_masks > 0) lowest = max(lowest, item.lowest), top = min(top, item.top);
+        if constexpr (column_masks > 0 && !stated_mask) lowest = max(lowest, item.lowest), top = min(top, item.top);  // with more masks, no registers
         if constexpr (cfg::split) {
             if (!take(part, lowest, top)) return;
             work.instance = max(top, 0) | lowest << 16;
