@@ -52,28 +52,37 @@ def context_is_broken(cupy):
 
 
 class Collector:
-    """A pytest plugin that keeps outcomes, and knows what was begun and not ended."""
+    """A pytest plugin that keeps outcomes, and knows what was not begun, and what was begun and not ended."""
 
     def __init__(self):
-        self.stats, self.running = {}, set()
+        self.stats, self.found, self.begun, self.running = {}, set(), set(), set()
+
+    def pytest_collection_finish(self, session):
+        self.found.update(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):
+        self.found.update(ids)
 
     def pytest_terminal_summary(self, terminalreporter):
         self.stats = terminalreporter.stats
 
     def pytest_runtest_logstart(self, nodeid):
+        self.begun.add(nodeid)
         self.running.add(nodeid)
 
     def pytest_runtest_logfinish(self, nodeid):
         self.running.discard(nodeid)
 
     def report(self):
-        """Return how many passed, failed or broke, and were skipped; what failed and why; what has not ended."""
+        """Return how many passed, failed or broke, were skipped, not begun; what failed and why; what has not ended."""
         passed, failed, broken, skipped = (
             self.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")
         )
         failed = list({test.nodeid: test for test in [*broken, *reversed(failed)]}.values())[::-1]  # what it said first
+        counts = {"passed": passed, "failed": failed, "skipped": skipped, "not begun": self.found - self.begun}
         return {
-            "counts": {"passed": len(passed), "failed": len(failed), "skipped": len(skipped)},
+            "counts": {name: len(tests) for name, tests in counts.items()},
             "failures": [{"test": test.nodeid, "error": reason(test.longrepr)} for test in failed],
             "unfinished": sorted(self.running),
         }

@@ -36,10 +36,18 @@ def test_outcomes_are_counted(tmp_path, workers):
     status = gpu_check.run([f"--rootdir={tmp_path}", str(tmp_path)], workers, collector)
     assert status == 1
     report = collector.report()
-    assert report["counts"] == {"passed": 4, "failed": 2, "skipped": 1}
+    assert report["counts"] == {"passed": 4, "failed": 2, "skipped": 1, "not begun": 0}
     assert [failure["test"].rpartition("::")[2] for failure in report["failures"]] == ["test_wrong", "test_broken"]
     assert "assert 1 == 2" in report["failures"][0]["error"]
     assert not report["unfinished"]
+
+
+def test_what_an_interrupted_run_did_not_begin_is_counted(tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: needs a GPU"]\n')
+    (tmp_path / "test_interrupted.py").write_text(TESTS)
+    collector = gpu_check.Collector()
+    gpu_check.run([f"--rootdir={tmp_path}", "-x", str(tmp_path)], 0, collector)
+    assert collector.report()["counts"] == {"passed": 4, "failed": 1, "skipped": 0, "not begun": 2}
 
 
 BREAKING = """
@@ -70,5 +78,5 @@ def test_a_process_that_loses_its_gpu_is_replaced(tmp_path):
     collector = gpu_check.Collector()
     assert gpu_check.run([f"--rootdir={tmp_path}", str(tmp_path)], 1, collector) == 1
     report = collector.report()
-    assert report["counts"] == {"passed": 8, "failed": 1, "skipped": 0}
+    assert report["counts"] == {"passed": 8, "failed": 1, "skipped": 0, "not begun": 0}
     assert "illegal memory access" in report["failures"][0]["error"]
