@@ -32,7 +32,7 @@ __device__ __forceinline__ u32 place_of(int n, int eight, int low) {
 }
 
 // Keys that do not exist add nothing: their of_key makes exponentials 0, else their v is 0.
-__device__ __forceinline__ void split_keys(const ProductParams& p) {
+extern "C" __global__ __launch_bounds__(kThreads) void pairwise_split(const __grid_constant__ ProductParams p) {
     const i32 index = blockIdx.x * kThreads + threadIdx.x, key = index / (kDim / 8), eight = index % (kDim / 8);
     if (key >= p.padded_keys) return;
     const i64 batch = blockIdx.z, from = batch * p.n_keys + key;
@@ -89,6 +89,44 @@ __device__ __forceinline__ void for_tiles(const ProductParams& p, const Share& s
         add(tiles[stage]);
     }
 }
+
+// A thread's rows, every eighth of the 16 tiles rows that its warp has of a block's `rows`: their numbers, and where their points are, the last one's
+// for rows that do not exist.
+template <int rows, int tiles = 1>
+struct OwnRows {
+    const ProductParams& p;
+    const Share& share;
+
+    __device__ __forceinline__ i32 index(int r) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        return static_cast<i32>(blockIdx.x) * rows + 16 * tiles * warp + 8 * r + lane / 4;
+    }
+    __device__ __forceinline__ i64 place(int r) const { return share.batch * p.n_rows + min(index(r), p.n_rows - 1); }
+    __device__ __forceinline__ const float* point(int r) const { return p.x + place(r) * kDim; }
+};
+
+// What a thread has of a row that is summed: its share of the sums.
+struct SummedRow {
+    float of_row = 0, m = Range<float>::lowest;
+    Total<float> totals[kColumns];
+
+    // Writes row `index`.
+    __device__ __forceinline__ void store(const ProductParams& p, const Share& share, i32 index) const {
+        const bool writes = threadIdx.x % 4 == 0 && index < p.n_rows;
+        const i64 at = share.of_parts() * p.n_rows + index;
+        if constexpr (cfg::logs) {
+            float greatest = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+            greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, 2));
+            const float l = quad_sum(totals[0].sum * power_of_2(m - greatest));
+            if (writes) p.logs[at] = l == 0.f ? -infinity<float>() : greatest + log2(l);
+        } else {
+            unroll<kWidth>([&](int c) {
+                const float sum = quad_sum(totals[c].sum);
+                if (writes && share.column + c < p.columns) p.sums[at * p.columns + share.column + c] = sum;
+            });
+        }
+    }
+};
 
 // Fragments of 16 tiles rows, as left factors.
 template <int tiles>

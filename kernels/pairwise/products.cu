@@ -9,16 +9,8 @@ using namespace pairwise;
 
 constexpr int kTiles = 2, kRows = 16 * kTiles * kWarps, kOwn = 2 * kTiles;
 
-extern "C" __global__ __launch_bounds__(kThreads) void pairwise_split(const __grid_constant__ ProductParams p) { split_keys(p); }
-
-// What a thread has of a row: its share of the sums.
-struct Row {
-    float of_row = 0, m = Range<float>::lowest;
-    Total<float> totals[kColumns];
-};
-
 // Adds the terms of four keys, two of each of two groups of eight.
-__device__ __forceinline__ void add_logs(Row& row, float& sum, const float (&s)[4], const float (&of_key)[4], float unit) {
+__device__ __forceinline__ void add_logs(SummedRow& row, float& sum, const float (&s)[4], const float (&of_key)[4], float unit) {
     const auto terms = [&] {
         float total = 0;
         unroll<4>([&](int n) { total += power_of_2(fmaf(s[n], unit, of_key[n] - row.m)); });
@@ -37,7 +29,7 @@ __device__ __forceinline__ void add_logs(Row& row, float& sum, const float (&s)[
     sum += more;
 }
 
-__device__ __forceinline__ void add_tile(Row (&rows)[kOwn], const Points<kTiles>& points, const KeyRow& from, const Tile& tile, float unit) {
+__device__ __forceinline__ void add_tile(SummedRow (&rows)[kOwn], const Points<kTiles>& points, const KeyRow& from, const Tile& tile, float unit) {
     const int lane = threadIdx.x % 32;
     const u32 shared = ptx::shared_address(tile.halves);
     float sums[kOwn][kColumns] = {};
@@ -64,33 +56,16 @@ __device__ __forceinline__ void add_tile(Row (&rows)[kOwn], const Points<kTiles>
 }
 
 extern "C" __global__ __launch_bounds__(kThreads) void pairwise_products(const __grid_constant__ ProductParams p) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Share share(p);
-    const auto row_of = [&](int r) { return static_cast<i32>(blockIdx.x) * kRows + 16 * kTiles * warp + 8 * r + lane / 4; };
-    const auto place = [&](int r) { return share.batch * p.n_rows + min(row_of(r), p.n_rows - 1); };
+    const OwnRows<kRows, kTiles> own{p, share};
 
-    Row rows[kOwn];
+    SummedRow rows[kOwn];
     Points<kTiles> points;
-    points.load([&](int r) { return p.x + place(r) * kDim; });
-    if constexpr (!cfg::logs) unroll<kOwn>([&](int r) { rows[r].of_row = p.of_row[place(r)]; });
+    points.load([&](int r) { return own.point(r); });
+    if constexpr (!cfg::logs) unroll<kOwn>([&](int r) { rows[r].of_row = p.of_row[own.place(r)]; });
     const float unit = *p.unit;
     const KeyRow from;
     for_tiles(p, share, [&](const Tile& tile) { add_tile(rows, points, from, tile, unit); });
 
-    unroll<kOwn>([&](int r) {
-        const i32 row = row_of(r);
-        const bool writes = lane % 4 == 0 && row < p.n_rows;
-        const i64 at = share.of_parts() * p.n_rows + row;
-        if constexpr (cfg::logs) {
-            float m = fmaxf(rows[r].m, __shfl_xor_sync(~0u, rows[r].m, 1));
-            m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-            const float l = quad_sum(rows[r].totals[0].sum * power_of_2(rows[r].m - m));
-            if (writes) p.logs[at] = l == 0.f ? -infinity<float>() : m + log2(l);
-        } else {
-            unroll<kWidth>([&](int c) {
-                const float sum = quad_sum(rows[r].totals[c].sum);
-                if (writes && share.column + c < p.columns) p.sums[at * p.columns + share.column + c] = sum;
-            });
-        }
-    });
+    unroll<kOwn>([&](int r) { rows[r].store(p, share, own.index(r)); });
 }

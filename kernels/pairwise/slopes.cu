@@ -11,8 +11,6 @@ using namespace pairwise;
 
 constexpr int kRows = 16 * kWarps, kGroups = kKeys / 16;
 
-extern "C" __global__ __launch_bounds__(kThreads) void pairwise_split(const __grid_constant__ ProductParams p) { split_keys(p); }
-
 struct Slopes {
     WeightedRow rows[2];
     float pulled[kDim / 8][4] = {};  // sum_j g_ij y_j, relative to 2^(e - 14)
@@ -55,21 +53,20 @@ struct Slopes {
 };
 
 extern "C" __global__ __launch_bounds__(kThreads, kDim <= 32 ? 4 : kDim <= 64 ? 3 : 1) void pairwise_slopes(const __grid_constant__ ProductParams p) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
     const Share share(p);
-    const auto row_of = [&](int r) { return static_cast<i32>(blockIdx.x) * kRows + 16 * warp + 8 * r + lane / 4; };
-    const auto place = [&](int r) { return share.batch * p.n_rows + min(row_of(r), p.n_rows - 1); };
+    const OwnRows<kRows> own{p, share};
 
     Slopes found;
     Points<1> points;
-    points.load([&](int r) { return p.x + place(r) * kDim; });
-    unroll<2>([&](int r) { found.rows[r].load(p, share, place(r)); });
+    points.load([&](int r) { return own.point(r); });
+    unroll<2>([&](int r) { found.rows[r].load(p, share, own.place(r)); });
     const float unit = *p.unit;
     const KeyRow from;
     const LaneRow<kRowBytes> turned(lane % 16, lane / 16);  // for right factors whose rows are the keys' coordinates
     for_tiles(p, share, [&](const Tile& tile) { found.add(points, from, turned, tile, unit); });
 
     unroll<2>([&](int r) {
-        found.rows[r].store(p, share, row_of(r), place(r), [&](int eight, int e) { return found.pulled[eight][2 * r + e]; });
+        found.rows[r].store(p, share, own.index(r), own.place(r), [&](int eight, int e) { return found.pulled[eight][2 * r + e]; });
     });
 }

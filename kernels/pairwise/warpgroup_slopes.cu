@@ -10,8 +10,6 @@ using namespace pairwise;
 constexpr int kOwn = kKeys / 2;                                              // of a tile's g
 constexpr int kFirst = kDim <= 64 ? kDim : (kDim / 2 + 15) / 16 * 16;  // coordinates of the first of two products
 
-extern "C" __global__ __launch_bounds__(kThreads) void pairwise_split(const __grid_constant__ ProductParams p) { split_keys(p); }
-
 struct Slopes {
     WeightedRow rows[2];
     float pulled[kDim / 2] = {};  // sum_j g_ij y_j, relative to 2^(e - 14)
@@ -69,25 +67,21 @@ struct Slopes {
 };
 
 extern "C" __global__ __launch_bounds__(128 * kGroups, 1) void pairwise_warpgroup_slopes(const __grid_constant__ ProductParams p) {
-    extern __shared__ u8 memory[];
-    Shared& shared = *reinterpret_cast<Shared*>((reinterpret_cast<u64>(memory) + 127) / 128 * 128);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Share share(p);
-    const Tiles tiles(p, share, shared);
+    const Tiles tiles(p, share, Shared::of_block());
     tiles.start();
-    const auto row_of = [&](int r) { return static_cast<i32>(blockIdx.x) * kRows + 16 * warp + 8 * r + lane / 4; };
-    const auto place = [&](int r) { return share.batch * p.n_rows + min(row_of(r), p.n_rows - 1); };
+    const OwnRows<kRows> own{p, share};
 
     Slopes found;
     Points<1> points;
-    points.load([&](int r) { return p.x + place(r) * kDim; });
-    unroll<2>([&](int r) { found.rows[r].load(p, share, place(r)); });
+    points.load([&](int r) { return own.point(r); });
+    unroll<2>([&](int r) { found.rows[r].load(p, share, own.place(r)); });
     const float unit = *p.unit;
     for (i32 tile = 0; tile < tiles.count; ++tile) {
         found.add(points, tiles.wait(tile), unit);
         tiles.release(tile);
     }
     unroll<2>([&](int r) {
-        found.rows[r].store(p, share, row_of(r), place(r), [&](int eight, int e) { return found.pulled[4 * eight + 2 * r + e]; });
+        found.rows[r].store(p, share, own.index(r), own.place(r), [&](int eight, int e) { return found.pulled[4 * eight + 2 * r + e]; });
     });
 }

@@ -22,6 +22,11 @@ struct alignas(128) Stage {
 struct Shared {
     Stage stages[kStages];
     u64 full[kStages], empty[kStages];
+
+    __device__ __forceinline__ static Shared& of_block() {
+        extern __shared__ u8 memory[];
+        return *reinterpret_cast<Shared*>((reinterpret_cast<u64>(memory) + 127) / 128 * 128);
+    }
 };
 
 // The tiles of a block's part, which the first warp asks for.

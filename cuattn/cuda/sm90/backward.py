@@ -11,7 +11,6 @@ share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add
 
 import functools
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -147,16 +146,16 @@ class Cut:
         self.fused = widest <= 64 or (widest <= _FUSED_HEAD_DIM and not crowded)
         self.slabs = cdiv(self.head_dim, SLAB_COLUMNS), cdiv(self.head_dim_v, SLAB_COLUMNS)
         self.bias = bias if self.fused else BiasForm(bias.keys)
-        alone = self.fused and not sloped and problem.bias is None
-        self.weighted = alone and score_gradients.by_main(problem)
+        unsloped = self.fused and not sloped and problem.bias is None
+        self.weighted = unsloped and score_gradients.by_main(problem)
         if self.weighted:
             diagonals = score_gradients.on_diagonals(problem)
             self.bias = BiasForm(gradient=Dbias.DIAGONALS if diagonals else Dbias.WEIGHTED)
         self.arrays = {} if self.weighted else like_biases(problem)
         tables = len(self.arrays) < len(learned(problem)) and not self.weighted  # which take registers, too
         apart = problem.dropout or blocks or tables or sloped
-        plain = forward.is_plain(replace(problem, band=None))
-        self.owns_keys = not self.fused and plain and self.slabs[0] <= _OWNED and self.slabs[1] <= _OWNED_V
+        self.owns_keys = not self.fused and forward.leaves_scores(problem)
+        self.owns_keys = self.owns_keys and self.slabs[0] <= _OWNED and self.slabs[1] <= _OWNED_V
         self.split_delta = self.fused and widest > 64 and not apart
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
@@ -165,12 +164,12 @@ class Cut:
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
         masked = problem.masks or problem.deterministic  # with masks registers are short; they keep a fixed order, too
-        alone = not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
+        free = not (shares_q or problem.dropout or self.weighted or self.slopes_of_heads)
         fits = narrow or (self.keys.block_m == _TALL and problem.bias is None and problem.score is None)
-        plain = plain and self.fused and not shares_q and problem.out_dtype == problem.dtype
-        self.dq_leaves = plain and self._sees_one_tile()
+        leaves = self.fused and forward.leaves_scores(problem) and not shares_q and problem.out_dtype == problem.dtype
+        self.dq_leaves = leaves and self._sees_one_tile()
         few = problem.group == 1 and problem.n_queries <= _HELD_ROWS and problem.instances >= _HELD_HEADS
-        if alone and fits and few and not self.dq_leaves:
+        if free and fits and few and not self.dq_leaves:
             self.dq_tiles = self.keys.counts["row_tiles"]
             self.keys = self._key_tile()
         elif problem.bias is None and not problem.learned and not (masked and (sloped or problem.dropout)):
@@ -284,9 +283,8 @@ class Cut:
     def _alone(self) -> bool:
         """Whether nothing stands beside the scores of one head for each of k, and dq is added up in memory."""
         problem = self.problem
-        beside = problem.masks or problem.dropout or problem.bias is not None or problem.score is not None
-        other = beside or problem.softcap is not None or problem.deterministic or self._shares_q
-        return problem.group == 1 and self.parts == 1 and self.adds_dq and not other
+        one = problem.group == 1 and self.parts == 1 and self.adds_dq
+        return one and forward.leaves_scores(problem) and not (problem.deterministic or self._shares_q)
 
     @property
     def adds_dq(self) -> bool:
@@ -399,11 +397,9 @@ class Backward(MappedCall):
     def _shortest(self) -> int:
         """The least number of rows or keys for which the portable kernels, of smaller tiles, are not faster."""
         problem = self.problem
-        beside = problem.bias, problem.score, problem.softcap
-        plain = all(x is None for x in beside) and not (problem.masks or problem.dropout)
         many = problem.instances >= _SHORT_HEADS and max(problem.head_dim, problem.head_dim_v) <= SLAB_COLUMNS
         ordered = problem.deterministic and self.cut.adds_dq
-        if not (plain and many) or ordered:
+        if ordered or not (many and forward.leaves_scores(problem)):
             return _SHORT
         return _SHORTEST_ORDERED if problem.deterministic else _SHORTEST
 

@@ -36,7 +36,6 @@ def makespan(lengths: Iterable[float], copies: Iterable[int], workers: int) -> f
 
     Examples
     --------
-
     >>> makespan([3, 2, 1], [2, 2, 2], 2), makespan([3, 2, 1], [1, 1, 1], 3)
     (6, 3)
     """

@@ -202,10 +202,10 @@ def scaling(problem: Problem, split_bias: bool = False, score: Node | None = Non
     return {"prescaled": prescaled, "negate": negate, **split}
 
 
-def is_plain(problem: Problem) -> bool:
-    """Whether all rows see all keys, and nothing is done to single elements."""
+def leaves_scores(problem: Problem) -> bool:
+    """Whether nothing is done to single elements of what rows see: there is at most a band."""
     changed = problem.bias is not None or problem.softcap is not None or problem.score is not None
-    return not (problem.masks or problem.band is not None or changed or problem.dropout)
+    return not (problem.masks or changed or problem.dropout)
 
 
 class Cut:
@@ -380,7 +380,7 @@ class Cut:
     def divide(self, multiprocessors: int) -> None:
         """Choose lower tiles, and divide long rows' keys into parts, where so many multiprocessors are done sooner."""
         problem = self.problem
-        if not is_plain(replace(problem, band=None)) or problem.twin or self._is_window:
+        if not leaves_scores(problem) or problem.twin or self._is_window:
             return
         if (problem.n_keys <= _SHORT_KEYS and problem.n_queries <= _SHORT_ROWS) or self.tile == _MIDDLE_TILE:
             return  # which are chosen already
@@ -467,7 +467,7 @@ class Cut:
         problem, (block_m, block_n, *_), band = self.problem, self.tile, self.problem.band
         if band is None or band.left is not None or band.right is None or block_m != block_n or problem.placed:
             return False
-        return is_plain(replace(problem, band=None)) and (band.right + band.offset) % block_n == 0
+        return leaves_scores(problem) and (band.right + band.offset) % block_n == 0
 
     @property
     def notes(self) -> list[str]:
@@ -523,7 +523,7 @@ def pack(problem: Problem, operands: Mapping[str, Any]) -> tuple[Problem, Mappin
     gains = pad(group * n_queries, _TILE_ROWS) < _PACKED * group * pad(n_queries, _TILE_ROWS)
     if n_queries == 1:
         row = head
-    if not gains or not is_plain(problem) or row <= 0 or head != n_queries * row:
+    if not gains or problem.band is not None or not leaves_scores(problem) or row <= 0 or head != n_queries * row:
         return problem, operands
     shape = (*problem.batch, problem.kv_heads, group * n_queries, problem.head_dim)
     joined = Rows(shape, (*leading, group * n_queries * row, row, column), q.dtype, q.data, q.device)
