@@ -79,7 +79,7 @@ struct alignas(16) Work {
     i32 instance;     // of the mask; where tiles are counted and rows' keys differ, the first one counted and, << 24 (cfg::split: << 16), the last one
 };
 
-// Which part of its row tile's keys it has, of how many, and the number of the row tile.
+// Which part of its row tile's keys it has, of how many, and the number of the row tile; of its head, where only the first row tile has parts.
 struct Part {
     i32 number, count, tile;
 };
@@ -146,6 +146,7 @@ struct Mail {  // to the cleaner: which buffer of v (and of HiddenKeys), which k
 
 // What else comes with queries, keys and values: nothing, or their tangents (sm90/jvp.cu).  `full` counts its bytes.
 struct Alone {
+    static constexpr int first_parts = 1;  // of a head's first row tile, by keys
     __device__ __forceinline__ void load_queries(u32, u32 full, const Work&) const {}
     __device__ __forceinline__ void load_keys(u32, u32 full, i32 key, i32 head, i32 batch) const {}
     __device__ __forceinline__ void load_values(u32, u32 full, i32 key, i32 head, i32 batch) const {}
