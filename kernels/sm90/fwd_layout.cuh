@@ -159,7 +159,8 @@ constexpr int mail_at = codes_at + 4 * cfg::stages;
 constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
 constexpr int hiding_at = bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
 constexpr int parts_at = hiding_at + (cfg::split_bias ? 2 * cfg::stages * static_cast<int>(sizeof(HiddenKeys)) : 0);
-constexpr int shared_bytes = parts_at + (cfg::split ? static_cast<int>(sizeof(Part)) * cfg::q_stages : 0);
+constexpr int last_at = parts_at + (cfg::split ? static_cast<int>(sizeof(Part)) * cfg::q_stages : 0);
+constexpr int shared_bytes = last_at + (cfg::split && has_tangents ? 4 * warpgroups : 0);
 
 // A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
 // too few.
@@ -172,6 +173,8 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 v(u32 stage) const { return address + v_at + stage * v_bytes; }
     __device__ __forceinline__ Work& work(u32 stage) const { return at<Work>(work_at, stage); }
     __device__ __forceinline__ Part& part(u32 stage) const { return at<Part>(parts_at, stage); }
+    // Along tangents: was a warpgroup's part the last to be done?
+    __device__ __forceinline__ u32& last(u32 warpgroup) const { return at<u32>(last_at, warpgroup); }
     __device__ __forceinline__ TileList& list() const { return at<TileList>(list_at); }
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }

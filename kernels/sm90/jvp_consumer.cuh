@@ -232,11 +232,10 @@ struct TangentConsumer {
         leave(o, outputs + 2 * part.number * pieces * 128), leave(to, outputs + (2 * part.number + 1) * pieces * 128);
         __threadfence();  // what this thread stored comes before the count
         ptx::barrier_sync(store_barrier + warpgroup, 128);
-        u32& last = *reinterpret_cast<u32*>(shared.memory + q_at + q.stage * q_buffer_bytes + 64 * warpgroup * row_bytes);  // queries are done with
+        u32& last = shared.last(warpgroup);
         if (thread == 0) last = atomicInc(reinterpret_cast<u32*>(p.counters) + 1 + slot, parts - 1) == parts - 1;
         ptx::barrier_sync(store_barrier + warpgroup, 128);
-        if (!uniform(last)) return ptx::async_proxy_fence(), false;
-        ptx::barrier_sync(store_barrier + warpgroup, 128);  // all know it before the output takes its place
+        if (!uniform(last)) return false;
         __threadfence();  // and the count before what is read
         const auto each = [&](const auto& add) {
 #pragma unroll 1  // registers are few

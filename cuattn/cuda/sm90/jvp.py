@@ -95,8 +95,10 @@ class Cut(forward.Cut):
         tq, tk, tv = (name in problem.tangents for name in "qkv")
         results = slabs_v if problem.out_dtype == problem.dtype else 0
         queries = max((1 + tq) * slabs, 2 * results) - max(slabs, results)
-        return super().shared_bytes + ROW_BYTES * (
-            q_stages * block_m * queries + stages * block_n * (tk * slabs + tv * slabs_v)
+        return (
+            super().shared_bytes
+            + ROW_BYTES * (q_stages * block_m * queries + stages * block_n * (tk * slabs + tv * slabs_v))
+            + 4 * (block_m // WARPGROUP_ROWS) * (self.splits > 1)
         )
 
     def slow_reason(self, device: Device) -> str | None:
