@@ -80,7 +80,7 @@ struct alignas(16) Work {
 };
 
 // Which part of its row tile's keys it has, of how many, and the number of the row tile; of its head, where only the first row tile has parts.
-struct Part {
+struct alignas(16) Part {
     i32 number, count, tile;
 };
 
@@ -158,7 +158,8 @@ constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
 constexpr int mail_at = codes_at + 4 * cfg::stages;
 constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
 constexpr int hiding_at = bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
-constexpr int parts_at = hiding_at + (cfg::split_bias ? 2 * cfg::stages * static_cast<int>(sizeof(HiddenKeys)) : 0);
+constexpr int hiding_end = hiding_at + (cfg::split_bias ? 2 * cfg::stages * static_cast<int>(sizeof(HiddenKeys)) : 0);
+constexpr int parts_at = cfg::split ? (hiding_end + 15) / 16 * 16 : hiding_end;
 constexpr int last_at = parts_at + (cfg::split ? static_cast<int>(sizeof(Part)) * cfg::q_stages : 0);
 constexpr int shared_bytes = last_at + (cfg::split && has_tangents ? 4 * warpgroups : 0);
 

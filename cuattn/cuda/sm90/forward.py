@@ -374,8 +374,8 @@ class Cut:
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
         mail += 24 * (bool(self.bias_form) or self.split_score is not None)
         mail += 8 * stages * (1 + cdiv(block_n, 32)) * self.split_bias
-        mail += 12 * q_stages * (self.splits > 1)
-        return pad(tiles + barriers, 16) + mail
+        size = pad(tiles + barriers, 16) + mail
+        return pad(size, 16) + 16 * q_stages if self.splits > 1 else size
 
     def divide(self, multiprocessors: int) -> None:
         """Choose lower tiles, and divide long rows' keys into parts, where so many multiprocessors are done sooner."""
