@@ -22,8 +22,8 @@ constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials;
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
 // Under column masks whole key tiles have steps of their own where rows are long and registers allow it: a warp waits for its instructions behind
-// those that it jumps over.  Three warpgroups fill such gaps, too, and causal rows lose.
-constexpr bool steps_apart = proceeds_early && column_masks > 0 && search_beside && !cfg::bias && !cfg::score;
+// those that it jumps over.
+constexpr bool steps_apart = cfg::overlap && column_masks > 0 && search_beside && !cfg::bias && !cfg::score;
 
 // What all lanes agree on once of a tile whose bias tensor cores add, which spares most tiles all other votes.
 struct Agreed {
