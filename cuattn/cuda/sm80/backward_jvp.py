@@ -157,14 +157,14 @@ class BackwardJvp(TangentCall):
     def _add_bias(self, constants: Constants) -> None:
         """Append the launches that make the gradient of the bias and its tangent."""
         cut, tiles = self._cut(_BIAS), self._bias
-        constants = constants | cut.constants() | _BY_ROWS | summed_axes(self)
+        constants = constants | cut.constants() | _BY_ROWS | summed_axes(self) | {"split": True}
         block = constants["block_m"], constants["block_n"]
         values = {**tile_counts(self.problem, block), **tiles.fields}
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", "tdbias_acc": "tdbias_acc"})
         if "dbias" not in self.arrays:  # the tangent's layout tells which heads share a bias
             fields |= layout_fields("dbias", steps_of(self.arrays["tdbias"]), self.axes, len(self.problem.batch))
         launched = "sm80/bwd_jvp_bias.cu", "backward_jvp_bias", constants, tiles.grid, cut.tile.warps, values | fields
-        self.add(*launched, block, own=own, shared_bytes=max(cut.shared_bytes, 8 * block[0] * block[1]))
+        self.add(*launched, block, own=own, shared_bytes=max(cut.shared_bytes, 8 * block[0] * (block[1] + 1)))
         self._add_sums("bias")
 
     def _size(self, slot: int) -> int:
