@@ -10,7 +10,7 @@ from cuattn.errors import ArgumentError, DtypeError, ShapeError
 from tests import oracle
 from tests.derivatives import GRADIENTS, JVP, TANGENTS, Known, results_of, tangents_of
 from tests.strategies import BFLOAT16, cases, normal
-from tests.test_api import dtypes, random
+from tests.test_api import PADDED, USED, dtypes, padded, poisons, random
 from tests.tolerances import assert_close, assert_same
 
 FLOAT64 = np.dtype(np.float64)
@@ -171,21 +171,12 @@ def test_parts_of_several_pieces_are_the_whole(xp):
 
 
 @dtypes
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@poisons
 @pytest.mark.parametrize("form", ["column", "dense", "bias"])
 def test_invisible_keys_and_empty_rows_never_leak(xp, dtype, poison, form):
-    n, used = 150, 96
-    visible = np.zeros((n, n), bool)
-    visible[:used, :used] = oracle.visible_band(used, used, None, 0, 0)
-    options = {
-        "column": {"mask": cuattn.ColumnMask.from_dense(visible)},
-        "dense": {"mask": visible},
-        "bias": {"bias": np.where(np.arange(n) < used, 0, -np.inf)[None].astype(dtype)},
-    }[form]
-    if form == "bias":
-        options["mask"] = (np.arange(n) < used)[:, None]
+    options, used = padded(form, dtype), USED
     names = ["q", "k", "v", "do", "tq", "tk", "tv", "tdo"]
-    arrays = dict(zip(names, random(6, 8, 2, n, 32, dtype=dtype), strict=True))
+    arrays = dict(zip(names, random(6, 8, 2, PADDED, 32, dtype=dtype), strict=True))
     outcomes = []
     for value in (0, poison):
         for x in arrays.values():
