@@ -173,3 +173,18 @@ __device__ __forceinline__ void make_weights(const TangentParams& p, const Head&
     add_products(s, t, own, stream);
     make_p(p, h, own0, stream0, partial, numbers, s, t, slope, bend);
 }
+
+// Loads the rows of a row tile, whose head and place are described, and calls work(numbers, first key, partial) for each key tile before the
+// `end` that they see; for kernels with one place for tiles.
+template <class Work>
+__device__ __forceinline__ void for_key_tiles(const TangentParams& p, const Head& h, i32 own0, i32 end, u32 own, u32 stage, const Work& work) {
+    load_queries<OwnSide>(p, h, own0, own);
+    RowNumbers numbers;
+    numbers.load_own(p, h, own0);
+    TileWalk walk(p, h.place, end);
+    for (Tile next = walk.next(); next.exists(); next = walk.next()) {
+        const i32 first = next.n() * cfg::block_n;
+        fetch_stream(p, h, first, stage);
+        work(numbers, first, next.partial());
+    }
+}

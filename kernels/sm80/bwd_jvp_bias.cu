@@ -20,18 +20,12 @@ __device__ __forceinline__ void add_head(const TangentParams& p, Head& h, i32 fl
             h.place.lowest = max(h.place.lowest, place.key_begin);
         }
         __syncthreads();  // h is complete
-        load_queries<OwnSide>(p, h, own0, own);
-        RowNumbers numbers;
-        numbers.load_own(p, h, own0);
-        TileWalk walk(p, h.place, place.key_end);
-        for (Tile next = walk.next(); next.exists(); next = walk.next()) {
-            const i32 first = next.n() * cfg::block_n;
-            fetch_stream(p, h, first, stage);
+        for_key_tiles(p, h, own0, place.key_end, own, stage, [&](const RowNumbers& numbers, i32 first, bool partial) {
             Scores s = {}, t = {}, slope, bend;
-            make_weights(p, h, own0, first, next.partial(), own, stage, numbers, s, t, slope, bend);
+            make_weights(p, h, own0, first, partial, own, stage, numbers, s, t, slope, bend);
             make_ds(p, h, own0, first, own, stage, numbers, s, t);
             unroll<n_tiles, 4>([&](int n, int i) { sum[0][n][i] += s[0][n][i], tsum[0][n][i] += t[0][n][i]; });
-        }
+        });
     }
 }
 

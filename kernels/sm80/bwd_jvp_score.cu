@@ -46,13 +46,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void backward_
     const i32 tile = static_cast<i32>(blockIdx.x) % p.row_tiles, flat = blockIdx.x / p.row_tiles, own0 = tile * cfg::block_m;
     if (threadIdx.x == 0) describe(p, h, flat / p.heads, flat % p.heads, tile);
     __syncthreads();  // h is complete
-    load_queries<OwnSide>(p, h, own0, own);
-    RowNumbers numbers;
-    numbers.load_own(p, h, own0);
-    TileWalk walk(p, h.place, p.key_tiles);
-    for (Tile next = walk.next(); next.exists(); next = walk.next()) {
-        const i32 first = next.n() * cfg::block_n;
-        fetch_stream(p, h, first, stage);
-        attend(p, h, own0, first, next.partial(), own, stage, numbers);
-    }
+    for_key_tiles(p, h, own0, p.key_tiles, own, stage, [&](const RowNumbers& numbers, i32 first, bool partial) {
+        attend(p, h, own0, first, partial, own, stage, numbers);
+    });
 }
