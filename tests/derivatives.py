@@ -26,13 +26,14 @@ class Known:
     arrays : dict of str to ndarray
         q, k, v, do and their tangents, bias and its.
     options : dict
-        Of :func:`cuattn.reference.derivatives.differentiate`.
+        Of :func:`cuattn.reference.derivatives.differentiate`; of a bias the arrays have what is looked at.
     samples : int
         How often the operands are moved.
     """
 
     def __init__(self, arrays, options, samples=3):
         self.dtype = arrays["q"].dtype
+        options = {name: x for name, x in options.items() if name != "bias"}
         self.exact, self.rough = (differentiate(**arrays, **options, low=low) for low in (None, self.dtype))
         self.sums = eps(np.float64 if self.dtype == np.float64 else np.float32)
         wide = np.longdouble if self.dtype == np.float64 else np.float64
@@ -66,6 +67,16 @@ class Known:
                 low = max(low, actual.dtype, key=eps) if dtype is None else dtype
                 size = self.moved[name] / self.sums
                 assert_close(actual, exact, rough, dtype=low, magnitude=size, name=name)
+
+    def check_pair(self, gradients, tangents):
+        """Hold gradients and their tangents to it."""
+        self.check(GRADIENTS, gradients)
+        self.check(TANGENTS, tangents)
+
+
+def results_of(jvp, get=lambda x: x.get()):
+    """Return what has the names `JVP`, as NumPy arrays."""
+    return [get(getattr(jvp, name)) for name in JVP]
 
 
 def tangents_of(arrays, names, seed=0):
