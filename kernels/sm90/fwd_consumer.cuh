@@ -296,8 +296,8 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         await_keys();
     }
 
-    // Do all lanes see so much of a cut tile that each of their rows' shares is likely to have a positive score?
-    __device__ __forceinline__ bool shows_many() const { return __all_sync(~0u, __popc(visible[0]) >= 8 && __popc(visible[1]) >= 8); }
+    // Do all lanes see so much of a cut tile that each of their rows' shares is likely to have a positive score?  Three warpgroups do not gain by it.
+    __device__ __forceinline__ bool shows_many() const { return proceeds_early && __all_sync(~0u, __popc(visible[0]) >= 8 && __popc(visible[1]) >= 8); }
 
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
     template <Cut cut>
