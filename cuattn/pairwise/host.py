@@ -1,8 +1,9 @@
-"""Sums over keys for every row, on the CPU: tiles of squared distances as matrix products, threads over row tiles.
+"""Sums over keys for every row, on the CPU: tiles of exponents as matrix products, threads over row tiles.
 
-Up to DIRECT_DIM coordinates products are taken in float64, of points relative to their mean; of float64 points each is
-split in a part with few enough digits that its products are exact, and a rest.  Both are as good as differences of
-coordinates, at a fraction of the time.
+An exponent is a squared distance times a scale, which is in the points already.  Up to DIRECT_DIM coordinates it is as
+good as from differences of coordinates, at a fraction of the time: points, relative to their mean, are split in parts
+with few enough digits that products of these are exact, and rests.  Products of float32 points that lie too far apart
+for that are taken in float64.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ROWS, _KEYS = 256, 256  # of a tile: with its products in float64 it fits a cor
 _NANOSECONDS = 1.0  # of a pair
 _LOST = 2.0**-21  # of the square of a distance from the centre, what float32 products lose
 _WORTH_TELLING = 0.01
-_DIGITS = 22  # of the coarse parts, in bits
+_DIGITS = {np.dtype(np.float32): 11, np.dtype(np.float64): 22}  # of the coarse parts, in bits
 _LOG2_E = math.log2(math.e)
 
 Index = tuple[int, ...]
@@ -93,38 +94,37 @@ class Rows:
         """Return a row tile of one of the batch's matrices."""
         index = tuple(map(int, np.unravel_index(group, self.batch))) if self.batch else ()
         if index not in self._operands:
-            found = operands(self._x[index], self._y[index], self._exact)
-            self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 * self._factor)
-            if self._wanted.logs:
-                found = found.with_logs(self._wanted.key_log[index] * _LOG2_E, self._scale)
+            logs = self._wanted.key_log[index] * _LOG2_E if self._wanted.logs else None
+            smooth = self._function is FUNCTIONS["gaussian"]
+            found = operands(self._x[index], self._y[index], self._scale, logs, exact=self._exact, smooth=smooth)
+            self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 / self._function.base)
             self._operands[index] = found
         return index, number
 
     def _tile(self, item: tuple[Index, int]) -> None:
         """Sum over all keys for a tile of rows."""
         index, tile = item
-        left, right, centre, reach, logs, span = self._operands[index]
-        bounded = reach**2 * self._scale + span < 0.9 * -least(self._dtype)
+        left, right, centre, _, bounded, greatest = self._operands[index]
         rows = slice(tile * _ROWS, min((tile + 1) * _ROWS, self._rows))
         instances = [mask.instance(index) for mask in self._masks]
         states = self._states(instances, tile)
         sums = _LogSum(rows.stop - rows.start, self._dtype, bounded) if self._wanted.logs else None
-        products = np.empty((_ROWS, _KEYS), left.dtype)
+        products, rounded = np.empty((_ROWS, _KEYS), left.dtype), np.empty((_ROWS, _KEYS), self._dtype)
         for number in range(cdiv(self._keys, _KEYS)):
             if states is not None and states[number] == SKIP:
                 continue
             keys = slice(number * _KEYS, min((number + 1) * _KEYS, self._keys))
             hidden = None if states is None or states[number] == FULL else self._hidden(instances, rows, keys)
-            own = products.ravel()[: (rows.stop - rows.start) * (keys.stop - keys.start)]
-            own = own.reshape(rows.stop - rows.start, -1)
-            np.matmul(left[rows], right[:, keys], out=own)
-            s = np.multiply(own, -self._scale, dtype=self._dtype, casting="same_kind")
+            s = np.matmul(left[rows], right[:, keys], out=_part(products, rows, keys))
+            if s.dtype != self._dtype:
+                wide, s = s, _part(rounded, rows, keys)
+                np.copyto(s, wide, casting="same_kind")
             if sums is not None:
                 sums.add(s, hidden)
             else:
                 self._add((*index, rows), (*index, keys), s, hidden, centre, bounded)
         if sums is not None:
-            self._results.logs[index][rows] = (sums.total() + logs) / _LOG2_E
+            self._results.logs[index][rows] = (sums.total() + greatest) / _LOG2_E
 
     def _add(self, rows: tuple, keys: tuple, s: ndarray, hidden: Any, centre: ndarray, bounded: bool) -> None:
         """Add what one tile has to sums and slopes."""
@@ -212,40 +212,60 @@ def product(k: ndarray, v: ndarray, hidden: Any) -> ndarray:
     return np.stack([np.where(hidden, 0, k * column).sum(-1) for column in v.T], -1)
 
 
-class Operands(NamedTuple):
-    """Matrices whose product has the squared distances of points, the points' centre, and a bound of the distances.
+def _part(tile: ndarray, rows: slice, keys: slice) -> ndarray:
+    """Return contiguous memory of a tile for so many rows and keys."""
+    shape = rows.stop - rows.start, keys.stop - keys.start
+    return tile.ravel()[: math.prod(shape)].reshape(shape)
 
-    With logarithms of the keys it has, times the scale of distances, these less the logarithms, but for the greatest.
+
+class Operands(NamedTuple):
+    """Matrices whose product has the exponents -scale |x - y|^2 of base 2 of points.
+
+    Attributes
+    ----------
+    left, right : ndarray, (M, p) and (p, N)
+    centre : ndarray
+        The points'.
+    reach : float
+        A bound of distances, times the scale's root.
+    bounded : bool
+        Whether no power of 2 is out of range.
+    greatest : float
+        Of the keys' logarithms of base 2, which exponents have then in addition, less this one.
     """
 
     left: ndarray
     right: ndarray
     centre: ndarray
     reach: float
-    greatest: float = 0.0
-    span: float = 0.0
-
-    def with_logs(self, logs: ndarray, scale: float) -> Operands:
-        """Return the operands with logarithms of the keys."""
-        logs, finite = logs.astype(np.float64), bool(np.isfinite(logs).all())
-        greatest, span = (float(logs.max()), float(np.ptp(logs))) if finite else (0.0, math.inf)
-        column = np.divide(greatest - logs, scale, dtype=np.float64).astype(self.right.dtype)
-        left = np.concatenate([self.left, np.ones_like(self.left[:, :1])], -1)
-        return self._replace(left=left, right=np.concatenate([self.right, column[None]]), greatest=greatest, span=span)
+    bounded: bool
+    greatest: float
 
 
-def operands(x: ndarray, y: ndarray, exact: bool) -> Operands:
-    """Return the operands of a matrix product for points."""
-    dtype, splits = np.dtype(np.float64) if exact else x.dtype, x.dtype == np.float64 and x.shape[-1] <= DIRECT_DIM
-    x, y = x.astype(dtype, copy=False), y.astype(dtype, copy=False)
+def operands(x: ndarray, y: ndarray, scale: float, logs: ndarray | None, *, exact: bool, smooth: bool) -> Operands:
+    """Return the operands of a matrix product for points; `smooth` is what is infinitely often so at distance 0."""
+    work, root = x.dtype, np.sqrt(np.longdouble(scale))
+    dtype = np.dtype(np.float64) if exact else work
+    x, y = x.astype(np.float64, copy=False), y.astype(np.float64, copy=False)
     there = np.isfinite(y).all(-1)
-    centre = (y if there.all() else y[there] if there.any() else np.zeros_like(y[:1])).mean(0)
-    reach = sum(math.sqrt(_largest(np.square(p - centre).sum(-1))) for p in (x, y))
-    if not splits:
-        return Operands(*_expanded(x - centre, y - centre), centre, reach)
-    unit = 2.0 ** (math.frexp(reach)[1] - _DIGITS)
-    centre = np.round(centre / unit) * unit
-    return Operands(*_split(x, y, centre, unit), centre, reach)
+    centre = (y if there.all() else y[there] if there.any() else np.zeros_like(y[:1])).mean(0).astype(dtype)
+    reach = float(root) * sum(math.sqrt(_largest(np.square(p - centre).sum(-1))) for p in (x, y))
+    greatest, span = 0.0, 0.0
+    if logs is not None:
+        greatest, span = (float(logs.max()), float(np.ptp(logs))) if np.isfinite(logs).all() else (0.0, math.inf)
+    bounded = reach**2 + span < 0.9 * -least(work)
+    if exact and bounded and smooth:
+        dtype = work
+    if exact and dtype == work and x.shape[-1] <= DIRECT_DIM:
+        unit = 2.0 ** (math.frexp(reach)[1] - _DIGITS[dtype])
+        left, right = _split(*[(p - centre.astype(root.dtype)) * root for p in (x, y)], unit)
+    else:
+        left, right = _expanded(*[((p - centre) * float(root)).astype(dtype) for p in (x, y)])
+    if logs is not None:
+        right.append((logs - greatest)[:, None])
+        left.append(np.ones_like(left[1]))
+    left, right = (np.concatenate(columns, -1, dtype=dtype, casting="same_kind") for columns in (left, right))
+    return Operands(left, np.ascontiguousarray(right.T), centre, reach, bounded, greatest)
 
 
 def _largest(numbers: ndarray) -> float:
@@ -253,22 +273,20 @@ def _largest(numbers: ndarray) -> float:
     return float(numbers.max(initial=0, where=np.isfinite(numbers)))
 
 
-def _expanded(x: ndarray, y: ndarray) -> tuple[ndarray, ndarray]:
-    """|x|^2 - 2 x.y + |y|^2."""
-    left = np.concatenate([-2 * x, _squares(x), np.ones_like(x[:, :1])], -1)
-    right = np.concatenate([y, np.ones_like(y[:, :1]), _squares(y)], -1)
-    return left, np.ascontiguousarray(right.T)
+def _expanded(x: ndarray, y: ndarray) -> tuple[list[ndarray], list[ndarray]]:
+    """2 x.y - |x|^2 - |y|^2."""
+    one, other = (np.ones_like(p[:, :1]) for p in (x, y))
+    return [2 * x, -_squares(x), -one], [y, other, _squares(y)]
 
 
-def _split(x: ndarray, y: ndarray, centre: ndarray, unit: float) -> tuple[ndarray, ndarray]:
-    """Return the same of points a + b, the a multiples of a unit: first |a - a'|^2, exact, then what has b or b'."""
-    coarse = [np.round(p / unit) * unit for p in (x, y)]
-    (a, c), (b, d) = [p - centre for p in coarse], [p - q for p, q in zip((x, y), coarse, strict=True)]
+def _split(x: ndarray, y: ndarray, unit: float) -> tuple[list[ndarray], list[ndarray]]:
+    """Return the same of points a + b, the a multiples of a unit: first -|a - a'|^2, exact, then what has b or b'."""
+    a, c = (np.round(p / unit) * unit for p in (x, y))
+    b, d = x - a, y - c
     left, right = _expanded(a, c)
     rests = [2 * (p * q).sum(-1, keepdims=True) + _squares(q) for p, q in ((a, b), (c, d))]
-    more = np.concatenate([rests[0], np.ones_like(rests[0]), -2 * a, -2 * b], -1)
-    others = np.concatenate([np.ones_like(rests[1]), rests[1], d, c + d], -1)
-    return np.concatenate([left, more], -1), np.concatenate([right, others.T])
+    one, other = (np.ones_like(rest) for rest in rests)
+    return [*left, -rests[0], -one, 2 * a, 2 * b], [*right, other, rests[1], d, y]
 
 
 def _squares(x: ndarray) -> ndarray:
