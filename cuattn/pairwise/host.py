@@ -22,7 +22,8 @@ from cuattn.masks.intervals import FULL, SKIP
 from cuattn.pairwise.functions import FUNCTIONS, KernelFunction, least, power_of_2
 from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 
-_ROWS, _KEYS = 256, 256  # of a tile: with its products in float64 it fits a core's share of the second cache
+_ROWS, _KEYS = 512, 256  # of a tile: it fits a core's share of the second cache
+_AT_ONCE = 256  # rows of a product that is small enough for OpenBLAS not to copy its operands
 _NANOSECONDS = 1.0  # of a pair
 _LOST = 2.0**-21  # of the square of a distance from the centre, what float32 products lose
 _WORTH_TELLING = 0.01
@@ -115,7 +116,7 @@ class Rows:
                 continue
             keys = slice(number * _KEYS, min((number + 1) * _KEYS, self._keys))
             hidden = None if states is None or states[number] == FULL else self._hidden(instances, rows, keys)
-            s = np.matmul(left[rows], right[:, keys], out=_part(products, rows, keys))
+            s = _multiply(left[rows], right[:, keys], _part(products, rows, keys))
             if s.dtype != self._dtype:
                 wide, s = s, _part(rounded, rows, keys)
                 np.copyto(s, wide, casting="same_kind")
@@ -205,6 +206,14 @@ class _LogSum:
         return self._m + np.log2(self._l)
 
 
+def _multiply(left: ndarray, right: ndarray, out: ndarray) -> ndarray:
+    """Compute a matrix product, some rows at once."""
+    if len(left) % _AT_ONCE:
+        return np.matmul(left, right, out)
+    np.matmul(left.reshape(-1, _AT_ONCE, len(right)), right, out.reshape(-1, _AT_ONCE, right.shape[1]))
+    return out
+
+
 def product(k: ndarray, v: ndarray, hidden: Any) -> ndarray:
     """Return k @ v; where `hidden`, v may hold anything."""
     if hidden is None:
@@ -215,7 +224,7 @@ def product(k: ndarray, v: ndarray, hidden: Any) -> ndarray:
 def _part(tile: ndarray, rows: slice, keys: slice) -> ndarray:
     """Return contiguous memory of a tile for so many rows and keys."""
     shape = rows.stop - rows.start, keys.stop - keys.start
-    return tile.ravel()[: math.prod(shape)].reshape(shape)
+    return tile if shape == tile.shape else tile.ravel()[: math.prod(shape)].reshape(shape)
 
 
 class Operands(NamedTuple):
@@ -258,7 +267,8 @@ def operands(x: ndarray, y: ndarray, scale: float, logs: ndarray | None, *, exac
         dtype = work
     if exact and dtype == work and x.shape[-1] <= DIRECT_DIM:
         unit = 2.0 ** (math.frexp(reach)[1] - _DIGITS[dtype])
-        left, right = _split(*[(p - centre.astype(root.dtype)) * root for p in (x, y)], unit)
+        wider = np.longdouble if work == np.float64 else np.float64
+        left, right = _split(*[(p - centre.astype(wider)) * root.astype(wider) for p in (x, y)], unit)
     else:
         left, right = _expanded(*[((p - centre) * float(root)).astype(dtype) for p in (x, y)])
     if logs is not None:
@@ -281,12 +291,17 @@ def _expanded(x: ndarray, y: ndarray) -> tuple[list[ndarray], list[ndarray]]:
 
 def _split(x: ndarray, y: ndarray, unit: float) -> tuple[list[ndarray], list[ndarray]]:
     """Return the same of points a + b, the a multiples of a unit: first -|a - a'|^2, exact, then what has b or b'."""
-    a, c = (np.round(p / unit) * unit for p in (x, y))
-    b, d = x - a, y - c
+    (a, b), (c, d) = _coarse(x, unit), _coarse(y, unit)
     left, right = _expanded(a, c)
     rests = [2 * (p * q).sum(-1, keepdims=True) + _squares(q) for p, q in ((a, b), (c, d))]
     one, other = (np.ones_like(rest) for rest in rests)
-    return [*left, -rests[0], -one, 2 * a, 2 * b], [*right, other, rests[1], d, y]
+    return [*left, -rests[0], -one, 2 * a, 2 * b], [*right, other, rests[1], d, c + d]
+
+
+def _coarse(p: ndarray, unit: float) -> tuple[ndarray, ndarray]:
+    """Return the nearest multiples of a unit, and what is left."""
+    coarse = np.round(p.astype(np.float64) / unit) * unit
+    return coarse, (p - coarse).astype(np.float64)
 
 
 def _squares(x: ndarray) -> ndarray:
