@@ -72,6 +72,7 @@ class Rows:
         self.batch, (self._rows, self._dim) = x.shape[:-2], x.shape[-2:]
         self._keys, self._dtype, self._scale = y.shape[-2], x.dtype, factor * function.base
         self._operands: dict[Index, Operands] = {}
+        self._weights: dict[tuple[str, Index], ndarray | None] = {}  # u and v, times the points' factors
         self.turns, self.lost = _Turns(), 0.0
         self.sizes = [cdiv(self._rows, _ROWS)] * math.prod(self.batch)
 
@@ -96,8 +97,11 @@ class Rows:
         index = tuple(map(int, np.unravel_index(group, self.batch))) if self.batch else ()
         if index not in self._operands:
             logs = self._wanted.key_log[index] * _LOG2_E if self._wanted.logs else None
-            smooth = self._function is FUNCTIONS["gaussian"]
-            found = operands(self._x[index], self._y[index], self._scale, logs, exact=self._exact, smooth=smooth)
+            gaussian = self._function is FUNCTIONS["gaussian"]
+            points, factors = (self._x[index], self._y[index]), gaussian and not self._wanted.moments
+            found = operands(*points, self._scale, logs, exact=self._exact, smooth=gaussian, factors=factors)
+            for name, factor in (("u", found.of_rows), ("v", found.of_keys)):
+                self._weights[name, index] = None if (w := getattr(self._wanted, name)) is None else w[index] * factor
             self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 / self._function.base)
             self._operands[index] = found
         return index, number
@@ -105,12 +109,12 @@ class Rows:
     def _tile(self, item: tuple[Index, int]) -> None:
         """Sum over all keys for a tile of rows."""
         index, tile = item
-        left, right, centre, _, bounded, greatest = self._operands[index]
+        left, right, centre, _, bounded, greatest, of_rows, of_keys = self._operands[index]
         rows = slice(tile * _ROWS, min((tile + 1) * _ROWS, self._rows))
         instances = [mask.instance(index) for mask in self._masks]
         states = self._states(instances, tile)
         sums = _LogSum(rows.stop - rows.start, self._dtype, bounded) if self._wanted.logs else None
-        products, rounded = np.empty((_ROWS, _KEYS), left.dtype), np.empty((_ROWS, _KEYS), self._dtype)
+        products, rounded, room = (np.empty((_ROWS, _KEYS), dtype) for dtype in (left.dtype, self._dtype, centre.dtype))
         for number in range(cdiv(self._keys, _KEYS)):
             if states is not None and states[number] == SKIP:
                 continue
@@ -121,15 +125,17 @@ class Rows:
                 wide, s = s, _part(rounded, rows, keys)
                 np.copyto(s, wide, casting="same_kind")
             if sums is not None:
-                sums.add(s, hidden)
+                sums.add(s, of_keys[keys, 0], hidden)
             else:
-                self._add((*index, rows), (*index, keys), s, hidden, centre, bounded)
+                self._add(index, rows, keys, s, hidden, _part(room, rows, keys))
         if sums is not None:
-            self._results.logs[index][rows] = (sums.total() + greatest) / _LOG2_E
+            self._results.logs[index][rows] = (sums.total() + greatest + np.log2(of_rows[rows, 0])) / _LOG2_E
+        elif self._wanted.sums:
+            self._results.sums[index][rows] *= of_rows[rows]
 
-    def _add(self, rows: tuple, keys: tuple, s: ndarray, hidden: Any, centre: ndarray, bounded: bool) -> None:
+    def _add(self, index: Index, own: slice, others: slice, s: ndarray, hidden: Any, room: ndarray) -> None:
         """Add what one tile has to sums and slopes."""
-        wanted, results = self._wanted, self._results
+        wanted, bounded, rows, keys = self._wanted, self._operands[index].bounded, (*index, own), (*index, others)
         if hidden is not None:
             np.copyto(s, 0, where=hidden)
         w = s * s.dtype.type(-1 / self._function.base) if wanted.moments else None
@@ -140,21 +146,30 @@ class Rows:
         k, slope = self._function.evaluate(s, wanted.slopes, bounded)
         if hidden is not None:
             np.copyto(k, 0, where=hidden)
-        v = wanted.v[keys]
+        v = self._weights["v", index][others]
         if wanted.sums:
-            results.sums[rows] += product(k, v, hidden if not self._finite else None)
+            self._results.sums[rows] += product(k, v, hidden if not self._finite else None)
         if wanted.slopes:
-            u = wanted.u[rows]
-            weights = slope * v.T * u if v.shape[-1] == 1 else np.matmul(u, v.T) * slope  # BLAS is slow on vectors
+            u = self._weights["u", index][own]
+            for factor in (v.T, u) if v.shape[-1] == 1 else (np.matmul(u, v.T),):  # BLAS is slow on vectors
+                slope *= factor
             if hidden is not None:
-                np.copyto(weights, 0, where=hidden)
+                np.copyto(slope, 0, where=hidden)
             if wanted.moments:
-                results.moments[rows] += np.einsum("ij,ij->i", weights, w)
-            y = self._y[keys] - centre
-            if hidden is not None:
-                y = np.where(np.isfinite(y), y, 0)
-            pulled = weights.astype(centre.dtype, copy=False) @ np.concatenate([y, np.ones_like(y[:, :1])], -1)
-            results.directions[rows] += (self._x[rows] - centre) * pulled[:, -1:] - pulled[:, :-1]
+                self._results.moments[rows] += np.einsum("ij,ij->i", slope, w)
+            self._pull(index, own, others, slope, room)
+
+    def _pull(self, index: Index, own: slice, others: slice, weights: ndarray, room: ndarray) -> None:
+        """Add the differences of a tile's points, weighed; arrays of its size made anew would be slow to come by."""
+        centre = self._operands[index].centre
+        x, y = self._x[index][own] - centre, self._y[index][others] - centre
+        if self._masks:
+            y = np.where(np.isfinite(y), y, 0)
+        if weights.dtype != room.dtype:
+            np.copyto(room, weights)
+            weights = room
+        pulled = weights @ np.concatenate([y, np.ones_like(y[:, :1])], -1)
+        self._results.directions[index][own] += x * pulled[:, -1:] - pulled[:, :-1]
 
     def _states(self, instances: Sequence[Any], tile: int) -> ndarray | None:
         """Return the states of a row tile's key tiles; None where nothing is hidden."""
@@ -186,8 +201,8 @@ class _LogSum:
     def __init__(self, rows: int, dtype: np.dtype, bounded: bool) -> None:
         self._m, self._l, self._bounded = np.full(rows, 0 if bounded else -np.inf, dtype), np.zeros(rows), bounded
 
-    def add(self, s: ndarray, hidden: Any) -> None:
-        """Add 2^s of a tile."""
+    def add(self, s: ndarray, factors: ndarray, hidden: Any) -> None:
+        """Add 2^s of a tile, times factors of its keys."""
         if not self._bounded:
             if hidden is not None:
                 np.copyto(s, -np.inf, where=hidden)
@@ -199,7 +214,7 @@ class _LogSum:
         powers = power_of_2(s, self._bounded)
         if self._bounded and hidden is not None:
             np.copyto(powers, 0, where=hidden)
-        self._l += powers @ np.ones(s.shape[1], s.dtype)
+        self._l += powers @ factors
 
     def total(self) -> ndarray:
         """Return the logarithm."""
@@ -241,6 +256,8 @@ class Operands(NamedTuple):
         Whether no power of 2 is out of range.
     greatest : float
         Of the keys' logarithms of base 2, which exponents have then in addition, less this one.
+    of_rows, of_keys : ndarray, (M, 1) and (N, 1)
+        What powers of 2 are yet to be multiplied by.
     """
 
     left: ndarray
@@ -249,10 +266,27 @@ class Operands(NamedTuple):
     reach: float
     bounded: bool
     greatest: float
+    of_rows: ndarray
+    of_keys: ndarray
 
 
-def operands(x: ndarray, y: ndarray, scale: float, logs: ndarray | None, *, exact: bool, smooth: bool) -> Operands:
-    """Return the operands of a matrix product for points; `smooth` is what is infinitely often so at distance 0."""
+def operands(
+    x: ndarray, y: ndarray, scale: float, logs: ndarray | None, *, exact: bool, smooth: bool, factors: bool
+) -> Operands:
+    """Return the operands of a matrix product for points.
+
+    Parameters
+    ----------
+    x, y, scale : ndarray, ndarray, float
+    logs : ndarray or None
+        The keys' logarithms of base 2.
+    exact : bool
+        Whether distances are to be as good as sums of squared differences.
+    smooth : bool
+        Whether what is computed of exponents is infinitely often so at distance 0.
+    factors : bool
+        Whether powers of 2 may have factors.
+    """
     work, root = x.dtype, np.sqrt(np.longdouble(scale))
     dtype = np.dtype(np.float64) if exact else work
     x, y = x.astype(np.float64, copy=False), y.astype(np.float64, copy=False)
@@ -265,17 +299,22 @@ def operands(x: ndarray, y: ndarray, scale: float, logs: ndarray | None, *, exac
     bounded = reach**2 + span < 0.9 * -least(work)
     if exact and bounded and smooth:
         dtype = work
+    of_rows, of_keys = (np.ones((len(p), 1), work) for p in (x, y))
     if exact and dtype == work and x.shape[-1] <= DIRECT_DIM:
         unit = 2.0 ** (math.frexp(reach)[1] - _DIGITS[dtype])
         wider = np.longdouble if work == np.float64 else np.float64
-        left, right = _split(*[(p - centre.astype(wider)) * root.astype(wider) for p in (x, y)], unit)
+        left, right, rests = _split(*[(p - centre.astype(wider)) * root.astype(wider) for p in (x, y)], unit)
+        if factors and bounded:
+            of_rows, of_keys = (np.exp2(-np.where(np.isfinite(rest), rest, 0)).astype(work) for rest in rests)
+        else:
+            left, right = [*left, -rests[0], -of_rows], [*right, of_keys, rests[1]]
     else:
         left, right = _expanded(*[((p - centre) * float(root)).astype(dtype) for p in (x, y)])
     if logs is not None:
         right.append((logs - greatest)[:, None])
         left.append(np.ones_like(left[1]))
     left, right = (np.concatenate(columns, -1, dtype=dtype, casting="same_kind") for columns in (left, right))
-    return Operands(left, np.ascontiguousarray(right.T), centre, reach, bounded, greatest)
+    return Operands(left, np.ascontiguousarray(right.T), centre, reach, bounded, greatest, of_rows, of_keys)
 
 
 def _largest(numbers: ndarray) -> float:
@@ -289,13 +328,15 @@ def _expanded(x: ndarray, y: ndarray) -> tuple[list[ndarray], list[ndarray]]:
     return [2 * x, -_squares(x), -one], [y, other, _squares(y)]
 
 
-def _split(x: ndarray, y: ndarray, unit: float) -> tuple[list[ndarray], list[ndarray]]:
-    """Return the same of points a + b, the a multiples of a unit: first -|a - a'|^2, exact, then what has b or b'."""
+def _split(x: ndarray, y: ndarray, unit: float) -> tuple[list[ndarray], list[ndarray], list[ndarray]]:
+    """Return the same of points a + b, the a multiples of a unit: first -|a - a'|^2, exact, then what has b and b'.
+
+    What is to be subtracted for each point comes by itself.
+    """
     (a, b), (c, d) = _coarse(x, unit), _coarse(y, unit)
     left, right = _expanded(a, c)
     rests = [2 * (p * q).sum(-1, keepdims=True) + _squares(q) for p, q in ((a, b), (c, d))]
-    one, other = (np.ones_like(rest) for rest in rests)
-    return [*left, -rests[0], -one, 2 * a, 2 * b], [*right, other, rests[1], d, c + d]
+    return [*left, 2 * a, 2 * b], [*right, d, c + d], rests
 
 
 def _coarse(p: ndarray, unit: float) -> tuple[ndarray, ndarray]:
