@@ -78,7 +78,8 @@ class ForwardWalk(Walk):
     def _advance(self, part: Part, *, careful: bool) -> None:
         """Take the row tiles through a part of their tiles: algorithm 2, lines 10 to 16."""
         p = self._exponentials(part, careful=careful)  # lines 10 to 13
-        self._l += self._sum(p, level="bias" in self.task.operands or self.task.score is not None)
+        adds = "bias" in self.task.operands or self.task.score is not None
+        self._l += self._sum(p, level=adds or self.task.along)
         tp = self._centred(part, p, careful=careful) if self.problem.moves else None
         dropped = [] if self.task.dropout is None else list(self.dropped(part))
         for weights in (p,) if tp is None else (p, tp):
@@ -124,7 +125,8 @@ class ForwardWalk(Walk):
         """Return the sums of a part's weights, tile after tile.
 
         Where something adds to scores, they may be equal at any `level`: then they are summed so that this takes no
-        digit, in a wider type.  Equal products of queries and keys are 0 but for keys that are all the same.
+        digit, in a wider type.  Equal products of queries and keys are 0 but for keys that are all the same; along
+        tangents, where it takes next to no time, these are not left out either.
         """
         if level:
             return np.add.reduce(summed(p, self.buffers.get("halves", p.size // 3)), 1)

@@ -245,11 +245,12 @@ def test_values_of_infinity_reach_the_output_as_in_the_textbook():
 def test_l_of_equal_scores_is_their_number(n_keys, dtype, way):
     """To the one rounding that the rule allows, as the textbook's is: whatever l is summed relative to."""
     q, k, v = (np.ones((1, n, 2), dtype) for n in (32, n_keys, n_keys))
+    count = np.full((1, 32), n_keys, np.longdouble)
     for size in (-1e9, -40.3, -17.7, -0.1, 0.3, 1.7, 12.3, 21.9, 3e4):
         bias = np.full((1, 1), size, np.float64 if dtype == np.float64 else FLOAT32)
         with way():
-            found = cuattn.forward(q, k, v, bias=bias), cuattn.jvp(q, k, v, tq=q, bias=bias)
-        count = np.full((1, 32), n_keys, np.longdouble)
+            found = [cuattn.forward(q, k, v, bias=bias), cuattn.jvp(q, k, v, tq=q, bias=bias)]
+            found.append(cuattn.jvp(q, k, v, tq=q, scale=size / 2))  # of equal keys
         for x in found:
             assert_close(x.l, count, count, name=f"l for {size}")
 
