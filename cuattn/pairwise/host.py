@@ -17,13 +17,14 @@ import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu import threads
+from cuattn.cpu.blocks import SMALL_PRODUCT
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks.intervals import FULL, SKIP
 from cuattn.pairwise.functions import FUNCTIONS, KernelFunction, least, power_of_2
 from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 
 _ROWS, _KEYS = 512, 256  # of a tile: it fits a core's share of the second cache
-_AT_ONCE = 256  # rows of a product that is small enough for OpenBLAS not to copy its operands
+_FEWEST = 64  # rows of a small product
 _NANOSECONDS = 1.0  # of a pair
 _LOST = 2.0**-21  # of the square of a distance from the centre, what float32 products lose
 _WORTH_TELLING = 0.01
@@ -222,10 +223,11 @@ class _LogSum:
 
 
 def _multiply(left: ndarray, right: ndarray, out: ndarray) -> ndarray:
-    """Compute a matrix product, some rows at once."""
-    if len(left) % _AT_ONCE:
+    """Compute a matrix product, by as many rows, a power of two, as make a small product."""
+    at_once = 1 << (SMALL_PRODUCT // right.size).bit_length() - 1 if right.size <= SMALL_PRODUCT else 1
+    if at_once < _FEWEST or len(left) % at_once:
         return np.matmul(left, right, out)
-    np.matmul(left.reshape(-1, _AT_ONCE, len(right)), right, out.reshape(-1, _AT_ONCE, right.shape[1]))
+    np.matmul(left.reshape(-1, at_once, len(right)), right, out.reshape(-1, at_once, right.shape[1]))
     return out
 
 
