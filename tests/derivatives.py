@@ -19,6 +19,7 @@ class Known:
 
     No algorithm in the sums' precision knows any number on the way to better than to a few roundings of it, nor scores
     to better than as if q and k were moved by some; and weights that are multiplied in 16 bits to a rounding of these.
+    Capped scores of 16-bit inputs may be cap - 2 cap / (1 + e^2x), as :func:`tests.oracle.floors` has them, too.
 
     Parameters
     ----------
@@ -46,6 +47,10 @@ class Known:
         for sample in range(samples):  # every second time an array's numbers move alike, as equal numbers do
             noise = [functools.partial(moved, unit=unit, alike=sample % 2 > 0) for unit in units]
             near = {name: x if x is None else noise[0](x.astype(wide)) for name, x in arrays.items()}
+            if options.get("softcap") is not None and eps(self.dtype) > self.sums:
+                unit, shape = 2 * options["softcap"] * self.sums, (*near["q"].shape[:-1], near["k"].shape[-2])
+                off = unit * rng.choice((-1, 1), shape)
+                near["bias"] = off if near.get("bias") is None else near["bias"] + off
             other = differentiate(**near, **options, noise=noise)
             for name, e, x in zip(self.exact._fields, self.exact, other, strict=True):
                 if e is not None and e.size:
