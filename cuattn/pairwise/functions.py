@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,7 @@ def power_of_2(x: ndarray, bounded: bool) -> ndarray:
     return x if bounded else np.subtract(x, x.dtype.type(2.0**lowest), x)
 
 
+@lru_cache
 def least(dtype: np.dtype) -> int:
     """Return an exponent of 2 with which a number is normal, and quick to compute."""
     return np.finfo(dtype).minexp + 2
