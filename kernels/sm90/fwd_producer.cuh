@@ -184,10 +184,14 @@ struct Companion {
     const cfg::bias_elem* row;  // the bias of a head's keys
     static constexpr int own = (cfg::block_n + 31) / 32;  // keys of a lane
 
+    // The lane once more, where there is no register to keep it in.
+    __device__ __forceinline__ i32 same_lane() const { return ptx::opaque(static_cast<i32>(threadIdx.x)) % 32; }
+
     // Stores what is added to the lane's i-th key.  Nobody asks for what lay there any more, two rounds later: consumers have done with the first
     // round's scores, and so with the values before them.
     __device__ __forceinline__ void store(int i, const BiasParts& parts) const {
-        if (32 * i + lane < cfg::block_n) ptx::store_shared_v2(shared.parts(k) + part_bytes * (32 * i + lane), parts.pair, parts.third);
+        const u32 key = 32 * i + same_lane();
+        if (key < cfg::block_n) ptx::store_shared_v2(shared.parts(k) + part_bytes * key, parts.pair, parts.third);
     }
     __device__ __forceinline__ void tell_hidden(u32 some) const {
         ptx::async_proxy_fence();
@@ -245,7 +249,7 @@ struct Companion {
             unroll<own>([&](int i) { store(i, BiasParts::of_finite(x[i])); });
         } else {
 #pragma unroll 1  // registers are few
-            for (int i = 0; i < own; ++i) store_any(i, addend(first_key, key + 32 * i, of), some);
+            for (int i = 0; i < own; ++i) store_any(i, addend(first_key, first_key + same_lane() + 32 * i, of), some);
         }
         tell_hidden(some);
         ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
@@ -258,7 +262,7 @@ struct Companion {
         for (;;) {
             ptx::mbarrier_wait(shared.barrier(list_full), list.phase);
             list.advance();
-            const KeyTile mine = shared.list().tiles[ptx::opaque(static_cast<i32>(lane))];
+            const KeyTile mine = shared.list().tiles[same_lane()];
             const i32 count = shared.list().count;
             const BiasPlace of = shared.bias_of_list();
             if (count < 0) return;
