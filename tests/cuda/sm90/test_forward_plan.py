@@ -331,7 +331,7 @@ def cuts() -> list[Cut]:
         Cut(problem(128, bias=FLOAT32, band=CAUSAL), keys),
     ]
     parts = [problem(d, **FEW | {"band": band}) for d in (64, 128) for band in (None, CAUSAL)]
-    broadcast += [divided(problem(64, bias=FLOAT32, band=band, **LOW), bias=rows) for band in (None, CAUSAL)]
+    broadcast.append(divided(problem(64, bias=FLOAT32, **LOW), bias=rows))
     return [*map(Cut, VARIANTS), *broadcast, *map(Cut, SHORT), *(divided(p, 1000) for p in parts)]
 
 
