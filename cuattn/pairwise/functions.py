@@ -41,7 +41,7 @@ class KernelFunction(NamedTuple):
     score: Callable[..., Any] | None = None
 
 
-def power_of_2(x: ndarray, bounded: bool = False) -> ndarray:
+def power_of_2(x: ndarray, bounded: bool) -> ndarray:
     """Replace numbers, at most 0, by powers of 2, of which those that are no normal numbers become 0; return the array.
 
     `bounded` ones are known to be no such.
