@@ -86,7 +86,7 @@ struct alignas(16) Part {
 
 // A key tile as it travels to the consumers, with its buffer of k.
 struct KeyTile {
-    u32 code;  // number (of tiles there are fewer than 2^24, or 2^22, where the bias is made of parts or warpgroups are four) and, in the low bits, what the consumers must know
+    u32 code;  // number (of tiles there are fewer than 2^24, or 2^22 where the bias is made of parts or warpgroups are four, 2^21 where both) and, in the low bits, what the consumers must know
     static constexpr int most = warpgroups > 3 ? warpgroups : 3, flags = 2 * most + 2 + cfg::split_bias;
     static constexpr i32 hidden_bit = 1, partial_bit = 1 << most;  // << warpgroup
     static constexpr i32 hidden_bits = partial_bit - 1, partial_bits = hidden_bits << most;

@@ -176,23 +176,25 @@ struct Planner {
         return minus_infinity();
     }
 
-    // Narrows a range of key tiles by what the bias hides of its ends: padding costs nothing.
-    __device__ __forceinline__ void trim(const Work& work, i32& lowest, i32& top, float least) const {
-        const i64 offset = slice_of(p.bias, work.batch, work.head);
+    // Narrows a range of key tiles to where some key's bias exceeds `least`: padding costs nothing.  False if none does.
+    __device__ __forceinline__ bool trim(i64 offset, i32& lowest, i32& top, float least) const {
         u32 some = 0;
-        for (; top >= lowest; top -= 32) {
-            const i32 n = top - static_cast<i32>(lane);
+        i32 first = top;  // of 32 tiles that are looked at together
+        for (; first >= lowest; first -= 32) {
+            const i32 n = first - static_cast<i32>(lane);
             some = __ballot_sync(~0u, n >= lowest && shows(offset, n, least));
             if (some != 0) break;
         }
-        if (some == 0) return;
-        top -= __ffs(some) - 1;
+        if (some == 0) return false;
+        top = first - (__ffs(some) - 1);
+        if (first - lowest < 32) return lowest = first - (31 - __clz(some)), true;
         for (;; lowest += 32) {
             const i32 n = lowest + static_cast<i32>(lane);
             some = __ballot_sync(~0u, n <= top && shows(offset, n, least));
             if (some != 0) break;
         }
         lowest += __ffs(some) - 1;
+        return true;
     }
 
     // Narrows a row's key tiles to those of a part, of as many as make parts of p.split_tiles or a little fewer; false if the row has no such part.
@@ -225,9 +227,10 @@ struct Planner {
         }
         if constexpr (cfg::split && cfg::mask == kMaskNone) work.instance = max(top, 0) | lowest << 16;
         float least = 0.0f;
-        if constexpr (cfg::split_bias) least = least_bias(slice_of(p.bias, work.batch, work.head), lowest, top);
+        if constexpr (told_bias) least = least_bias(slice_of(p.bias, work.batch, work.head), lowest, top);
         if constexpr (cfg::bias_keys && !told_bias) {
-            trim(work, lowest, top, cfg::split_bias ? least : minus_infinity());
+            const i64 offset = slice_of(p.bias, work.batch, work.head);
+            if (!(cfg::split_bias && unmasked && trim(offset, lowest, top, sunk))) trim(offset, lowest, top, minus_infinity());
             if (!later_tiles_vary && top >= lowest) lowest = min(lowest, 127), work.instance = top | lowest << 24;
         }
         if constexpr (cfg::diagonal && !cfg::split) work.instance = max(top, 0);
