@@ -11,6 +11,7 @@ import numpy as np
 from cuattn.cuda.device import device_of
 from cuattn.cuda.launch import Kernel
 from cuattn.io_model.sizes import cdiv
+from cuattn.pairwise import near
 from cuattn.pairwise.pairs import Pairs, Sums, Wanted
 from cuattn.problem import DTYPES
 
@@ -111,13 +112,16 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     if pairs.is_empty or (wanted.sums and not columns):
         return nothing(xp, (*batch, n_rows), dim, columns)
     unit = pairs.function.base
+    factor = pairs.factor * unit
+    factors, factor = (None, float(factor)) if isinstance(factor, float) else (factor, 0.0)
+    if wanted.logs and near.takes(pairs, n_rows, y.shape[-2]):
+        return Sums(logs=log_sum(xp, near.log_sums(pairs, x, y, wanted.key_log, (factors, factor))) / _LOG2_E)
     given = {"x": x, "y": y, "u": wanted.u, "v": wanted.v}
     given = {name: None if a is None else xp.ascontiguousarray(a.astype(work, copy=False)) for name, a in given.items()}
     for name in ("row_log", "key_log"):
         log = getattr(wanted, name)
         given[name] = None if log is None else xp.ascontiguousarray((log * _LOG2_E).astype(work, copy=False))
-    factor = pairs.factor * unit
-    given["factors"], factor = (None, float(factor)) if isinstance(factor, float) else (factor, 0.0)
+    given["factors"] = factors
     constants = tuple(constants_of(work, pairs.function.number, dim, columns, wanted).items())
     sizes = math.prod(batch), n_rows, y.shape[-2], columns
     device = pairs.origin.device

@@ -1,0 +1,263 @@
+// log2 sum_j 2^(key_log_j - z_ij), z = factor |x_i - y_j|^2, of float32 points with at most three coordinates: one product of tensor cores has all
+// of an exponent.
+//
+// A warp owns rows that are near one another (pairwise/order.cu), and takes coordinates relative to their middle a: with u = x - a and w = y - a
+//
+//   key_log - z = (key_log - M - f |w|^2) + 2 f u.w - f |u|^2 + M
+//
+// in which nothing is much larger than what a difference of points would have given, as long as f |u|^2 is small.  2 f u and w are two halves each, so
+// that a coordinate takes four of the sixteen terms of a product; the last four take the row's reference.  A key's halves are made in registers, once for
+// all rows of the warp.  Where rows are not near enough one another for that, differences of coordinates are taken.
+//
+// A row's sum l is relative to 2^m, as in pairwise/rows.cu: here m is a whole number, and relative to f |u|^2 (`square`) where products are taken.
+// Grid: blocks of rows; parts of the keys; batch.  Each part writes results of its own.
+#include "attn/math.cuh"
+#include "pairwise/sums.cuh"
+#include "ptx/types.cuh"
+
+using namespace pairwise;
+
+// Mirrored by PARAMS in cuattn/pairwise/near.py.
+struct NearParams {
+    const float4 *rows, *keys;  // (batch, rows): coordinates, place of the result; (batch, padded keys): coordinates, logarithm, kHidden for none
+    const double* factors;      // the factor of z if it lies on the device, else null
+    float* logs;                // (parts, batch, rows)
+    double factor;
+    i32 n_rows, padded_keys, keys_per_part;
+};
+
+constexpr int kTiles = cfg::tiles, kWarps = cfg::warps, kOwn = 2 * kTiles;  // 16 rows each; rows of a thread
+constexpr int kFew = 64;                                                   // keys between looks at the sums
+constexpr float kNear = 4.f, kApart = 80.f, kMostApart = 30000.f, kWide = 60000.f;
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+    unroll<5>([&](int n) { x = fmaxf(x, __shfl_xor_sync(~0u, x, 1 << n)); });
+    return x;
+}
+
+// d = a b + c of 16 halves.
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b, const float (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%9,%10,%11,%12};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// 2^x on the pipe of multiplications, to 2^-22.
+__device__ __forceinline__ float power_by_products(float x) {
+    constexpr float kRounds = 12582912.f;
+    x = fminf(fmaxf(x, -126.f), 127.5f);
+    const float shifted = x + kRounds, f = x - (shifted - kRounds);
+    float p = 0x1.5c08e2p-10f;
+    p = fmaf(p, f, 0x1.3d0c52p-7f);
+    p = fmaf(p, f, 0x1.c6b6e4p-5f);
+    p = fmaf(p, f, 0x1.ebf918p-3f);
+    p = fmaf(p, f, 0x1.62e428p-1f);
+    p = fmaf(p, f, 0x1.000002p+0f);
+    return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
+}
+
+// `products`: exponents by tensor cores; `shared`: by differences, with one reference for all rows; `own`: with a reference of each.
+enum Mode { products, shared, own };
+
+struct NearRows {
+    const NearParams& p;
+    const float4 *rows, *keys;
+    float factor;
+    i32 first;
+    int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+
+    Mode mode = own;
+    float middle[3], reach;           // of the rows' box; the greatest f |u|^2
+    float scale, unit;                // a power of two, and factor / scale^2
+    u32 a[kTiles][4];                 // left factors
+    float top;                        // M
+    float m[kOwn], sums[kOwn], given[kFew / 8];
+    Total<float> l[kOwn];
+
+    __device__ __forceinline__ float4 row(int r) const {
+        const i32 index = first + 16 * (r / 2) + 8 * (r % 2) + g;
+        return rows[min(index, p.n_rows - 1)];
+    }
+    // A thread's number of eight keys behind others: coordinate q, or the logarithm, of one of them.
+    __device__ __forceinline__ float number(i32 from, int eight) const { return reinterpret_cast<const float*>(keys + from + 8 * eight)[lane]; }
+    __device__ __forceinline__ static float of(const float4& point, int c) { return c == 0 ? point.x : c == 1 ? point.y : c == 2 ? point.z : point.w; }
+    __device__ __forceinline__ float distance(const float4& row, const float4& key) const {
+        const float x = row.x - key.x, y = row.y - key.y, z = row.z - key.z;
+        return fmaf(z, z, fmaf(y, y, x * x));
+    }
+    // f |u|^2 of a row, 0 where differences are taken.
+    __device__ __forceinline__ float square(const float4& row) const {
+        float sum = 0;
+        unroll<3>([&](int c) {
+            const float u = fmaf(of(row, c), scale, -middle[c]);
+            sum = fmaf(unit * u, u, sum);
+        });
+        return mode == products ? sum : 0.f;
+    }
+
+    __device__ __forceinline__ NearRows(const NearParams& p, i32 first) : p(p), first(first) {
+        rows = p.rows + static_cast<i64>(blockIdx.z) * p.n_rows;
+        keys = p.keys + static_cast<i64>(blockIdx.z) * p.padded_keys;
+        const double given = p.factors == nullptr ? p.factor : *p.factors;
+        const int half = ilogb(given) >> 1;
+        factor = static_cast<float>(given);
+        scale = static_cast<float>(ldexp(1., half));
+        unit = static_cast<float>(ldexp(given, -2 * half));
+        float most[3], least[3];
+        unroll<3>([&](int c) { most[c] = least[c] = -infinity<float>(); });
+        unroll<kOwn>([&](int r) {
+            const float4 x = row(r);
+            unroll<3>([&](int c) {
+                most[c] = fmaxf(most[c], of(x, c));
+                least[c] = fmaxf(least[c], -of(x, c));
+            });
+        });
+        unroll<3>([&](int c) { middle[c] = 0.5f * scale * (warp_max(most[c]) - warp_max(least[c])); });
+        mode = products;
+        reach = 0;
+        unroll<kOwn>([&](int r) { reach = fmaxf(reach, square(row(r))); });
+        reach = warp_max(reach);
+        mode = own;
+        top = Range<float>::lowest;
+        unroll<kOwn>([&](int r) { m[r] = Range<float>::lowest; });
+    }
+
+    // Adds the terms of eight keys, of which this thread has one number of one: coordinate q, or the logarithm.
+    __device__ __forceinline__ void add_products(float given) {
+        const bool last = q == 3;
+        const float shift = last ? top : q == 0 ? middle[0] : q == 1 ? middle[1] : middle[2];
+        const float t = fmaf(given, last ? 1.f : scale, -shift);
+        float k = t * fmaf(last ? 0.f : -unit, t, last ? 1.f : 0.f);
+        k += __shfl_xor_sync(~0u, k, 1);
+        k += __shfl_xor_sync(~0u, k, 2);
+        const float k0 = __shfl_sync(~0u, k, 8 * q), k1 = __shfl_sync(~0u, k, 8 * q + 4);
+        const float c[4] = {k0, k1, k0, k1}, w = last ? 1.f : fminf(fmaxf(t, -kWide), kWide);
+        const float hi = ptx::low_f16(ptx::pack_f16(w, w));
+        const u32 b = ptx::pack_f16(w, w - hi);
+        unroll<kTiles>([&](int tile) {
+            float d[4];
+            multiply(d, a[tile], b, c);
+            unroll<4>([&](int i) { sums[2 * tile + i / 2] += 4 * tile + i < cfg::emulated ? power_by_products(d[i]) : ptx::ex2(d[i]); });
+        });
+    }
+    // Of 64 keys, whose numbers `given` are followed by those of the keys ahead.
+    __device__ __forceinline__ void sum_products(i32 from, i32 ahead) {
+        unroll<kOwn>([&](int r) { sums[r] = 0; });
+        unroll<kFew / 8>([&](int n) {
+            const float own = given[n];
+            given[n] = number(ahead, n);
+            add_products(own);
+        });
+    }
+
+    // Of 64 keys, of which a thread takes two of each eight.
+    template <bool one_reference>
+    __device__ __forceinline__ void sum_differences(i32 from) {
+        float4 x[kOwn];
+        unroll<kOwn>([&](int r) {
+            x[r] = row(r);
+            sums[r] = 0;
+        });
+#pragma unroll 2
+        for (int n = 0; n < kFew / 4; ++n) {
+            const float4 key = keys[from + 8 * (n / 2) + 2 * q + n % 2];
+            const float start = key.w - top;
+            unroll<kOwn>([&](int r) { sums[r] += ptx::ex2(fmaf(distance(x[r], key), -factor, one_reference ? start : key.w - m[r])); });
+        }
+    }
+
+    __device__ __forceinline__ void sum_few(i32 from, i32 ahead) {
+        if (mode == products) sum_products(from, ahead);
+        else if (mode == shared) sum_differences<true>(from);
+        else sum_differences<false>(from);
+    }
+
+    // Raises the references to the greatest terms so far, and chooses how to go on.
+    __device__ __forceinline__ void refer(i32 from) {
+        float most = Range<float>::lowest, least = most, next[kOwn];
+        unroll<kOwn>([&](int r) {
+            const float4 x = row(r);
+            next[r] = Range<float>::lowest;
+#pragma unroll 1
+            for (int n = 0; n < kFew / 4; ++n) {
+                const float4 key = keys[from + 8 * (n / 2) + 2 * q + n % 2];
+                next[r] = fmaxf(next[r], fmaf(distance(x, key), -factor, key.w));
+            }
+        });
+        unroll<kOwn>([&](int r) {
+            const float already = l[r].sum > 0.f ? m[r] - square(row(r)) + ptx::lg2(l[r].sum) : Range<float>::lowest;
+            next[r] = quad_max(fmaxf(next[r], already));  // of terms as they are
+            most = fmaxf(most, next[r]);
+            least = fmaxf(least, -next[r]);
+        });
+        most = warp_max(most);
+        least = -warp_max(least);
+        const float size = fmaxf(fmaxf(least, -most), 0.f);  // that all have, at least
+        float old[kOwn];
+        unroll<kOwn>([&](int r) { old[r] = m[r] - square(row(r)); });
+        const float apart = most - least + 2.f * reach;
+        mode = reach <= fmaxf(kNear, size / 16.f) && apart < kMostApart ? products : most - least < kApart ? shared : own;
+        // whole numbers, of which the distance from the greatest is a half
+        float own_top = Range<float>::lowest;
+        unroll<kOwn>([&](int r) {
+            next[r] = rintf(next[r] + square(row(r)));
+            own_top = fmaxf(own_top, next[r]);
+        });
+        top = warp_max(own_top);
+        unroll<kOwn>([&](int r) {
+            const float4 x = row(r);
+            if (mode == shared) next[r] = top;
+            const u32 below = ptx::pack_f16(mode == products ? top - next[r] : 0.f, 0.f);
+            if (mode == products) next[r] = top - ptx::low_f16(below);
+            l[r].scale(ptx::ex2(old[r] - (next[r] - square(x))));
+            m[r] = next[r];
+            const float left = 2.f * unit * fmaf(q == 0 ? x.x : q == 1 ? x.y : x.z, scale, -(q == 0 ? middle[0] : q == 1 ? middle[1] : middle[2]));
+            const float hi = ptx::low_f16(ptx::pack_f16(left, left));
+            const float lo = left - hi;
+            a[r / 2][r % 2] = q == 3 ? below : ptx::pack_f16(hi, hi);
+            a[r / 2][2 + r % 2] = q == 3 ? 0u : ptx::pack_f16(lo, lo);
+        });
+    }
+
+    __device__ __forceinline__ void run(i32 start, i32 stop) {
+        unroll<kFew / 8>([&](int n) { given[n] = number(start, n); });
+#pragma unroll 1
+        for (i32 from = start; from < stop; from += kFew) {
+            const i32 ahead = from + kFew < stop ? from + kFew : from;
+            sum_few(from, ahead);
+            bool fits = true;
+            unroll<kOwn>([&](int r) { fits = fits && sums[r] < Range<float>::most; });
+            if (!__all_sync(~0u, fits)) {
+                refer(from);
+                unroll<kFew / 8>([&](int n) { given[n] = number(from, n); });
+                sum_few(from, ahead);
+            }
+            unroll<kOwn>([&](int r) { l[r].add(sums[r]); });
+        }
+    }
+    __device__ __forceinline__ void store() const {
+        float* logs = p.logs + (static_cast<i64>(blockIdx.y) * gridDim.z + blockIdx.z) * p.n_rows;
+        unroll<kOwn>([&](int r) {
+            float sum = l[r].sum;
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const float4 x = row(r);
+            const float log = m[r] + (log2f(sum) - square(x));
+            if (q == 0 && first + 16 * (r / 2) + 8 * (r % 2) + g < p.n_rows) logs[__float_as_int(x.w)] = m[r] < -1e29f ? -infinity<float>() : log;
+        });
+    }
+};
+
+extern "C" __global__ __launch_bounds__(32 * kWarps, cfg::blocks) void pairwise_near(const __grid_constant__ NearParams p) {
+    const i32 first = (blockIdx.x * kWarps + threadIdx.x / 32) * (16 * kTiles);
+    if (first >= p.n_rows) return;
+    NearRows found(p, first);
+    const i32 start = blockIdx.y * p.keys_per_part;
+    found.run(start, min(start + p.keys_per_part, p.padded_keys));
+    found.store();
+}
