@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import pad
 from cuattn.cuda.device import device_of
 from cuattn.cuda.launch import Kernel
 from cuattn.io_model.sizes import cdiv
@@ -19,18 +18,18 @@ _MANY = 2**32  # pairs that repay putting rows in an order
 _THREADS = 128  # of a block that makes points ready
 _KEYS = 64  # between looks at the sums
 _ITEMS = 8  # blocks for each that a multiprocessor has at once, so that the last ones are few
-CONSTANTS = {"tiles": 4, "warps": 4, "blocks": 4, "emulated": 0}
+CONSTANTS = {"tiles": 4, "warps": 4, "blocks": 4, "emulated": 0, "folded": True, "skips": True}
 """Sixteens of rows of a warp, warps of a block, blocks of a multiprocessor, exponentials of sixteen by products."""
 
 _ORDERED = "points", "least", "most", "order", "logs", "codes", "packed"
 ORDER = np.dtype([*((name, np.uint64) for name in _ORDERED), *((name, np.int32) for name in ("count", "padded"))], align=True)
 """Mirror of ``OrderParams``."""
-_SUMMED = "rows", "keys", "factors", "logs"
+_SUMMED = "rows", "keys", "factors", "boxes", "floors", "logs"
 PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in _SUMMED),
         ("factor", np.float64),
-        *((name, np.int32) for name in ("n_rows", "padded_keys", "keys_per_part")),
+        *((name, np.int32) for name in ("n_rows", "tiles", "of_warps")),
     ],
     align=True,
 )
@@ -53,22 +52,32 @@ def _preparing(device: int, kernel: str, dim: int, log: str, sizes: tuple[int, i
     return Kernel(device, names, "pairwise/order.cu", f"pairwise_{kernel}", known, grid, _THREADS, ORDER, values, slots)
 
 
+class _Launches(NamedTuple):
+    """Kernels in their order; in how many parts the keys are divided, and how many warps have the rows."""
+
+    kernels: tuple[Kernel, ...]
+    parts: int
+    of_warps: int
+
+
 @lru_cache(maxsize=256)
-def _summing(device: int, sizes: tuple[int, int, int], factor: float) -> tuple[Kernel, int]:
-    """Return a launch, and in how many parts the keys are divided."""
-    batch, n_rows, padded = sizes
-    row_blocks = cdiv(n_rows, 16 * CONSTANTS["tiles"] * CONSTANTS["warps"])
+def _summing(device: int, sizes: tuple[int, int, int], factor: float) -> _Launches:
+    """Return what sums, of a batch of rows and of tiles of keys."""
+    batch, n_rows, tiles = sizes
+    of_warps = cdiv(n_rows, 16 * CONSTANTS["tiles"])
+    row_blocks, threads = cdiv(of_warps, CONSTANTS["warps"]), 32 * CONSTANTS["warps"]
     at_once = CONSTANTS["blocks"] * device_of(device).multiprocessors
-    parts = min(max(cdiv(_ITEMS * at_once, row_blocks * batch), 1), 32, max(padded // 4096, 1))
-    per_part = pad(cdiv(padded, parts), _KEYS)
-    parts = cdiv(padded, per_part)
-    values = {"factor": factor, "n_rows": n_rows, "padded_keys": padded, "keys_per_part": per_part}
-    names, slots = {name: n for n, name in enumerate(_SUMMED)}, {name: name for name in _SUMMED}
-    grid, threads = (row_blocks, parts, batch), 32 * CONSTANTS["warps"]
-    kernel = Kernel(
-        device, names, "pairwise/near.cu", "pairwise_near", CONSTANTS, grid, threads, PARAMS, values, slots
+    parts = min(max(cdiv(_ITEMS * at_once, row_blocks * batch), 1), 32, max(tiles // 64, 1))
+    values = {"factor": factor, "n_rows": n_rows, "tiles": tiles, "of_warps": of_warps}
+    given: dict[str, Any] = dict(device=device, names={name: n for n, name in enumerate(_SUMMED)}, constants=CONSTANTS)
+    given |= dict(dtype=PARAMS, values=values, slots={name: name for name in _SUMMED})
+    far = dict(path="pairwise/far.cu", threads=_THREADS, **given)
+    kernels = (
+        Kernel(kernel="pairwise_boxes", grid=(cdiv(tiles, _THREADS // 32), 1, batch), **far),
+        Kernel(kernel="pairwise_floors", grid=(cdiv(of_warps, _THREADS // 32), 1, batch), **far),
+        Kernel(path="pairwise/near.cu", kernel="pairwise_near", grid=(row_blocks, parts, batch), threads=threads, **given),
     )
-    return kernel, parts
+    return _Launches(kernels, parts, of_warps)
 
 
 def _prepare(pairs: Pairs, kernel: str, points: Any, padded: int, **others: Any) -> None:
@@ -82,16 +91,16 @@ def _prepare(pairs: Pairs, kernel: str, points: Any, padded: int, **others: Any)
     launch.launch(addresses, pairs.origin.stream().ptr)
 
 
-def _rows(pairs: Pairs, points: Any) -> Any:
-    """Return rows in an order in which neighbours are near, each with its place, as (..., rows, 4)."""
-    xp = pairs.xp
-    *batch, count, _ = points.shape
-    codes, rows = xp.empty((*batch, count), np.uint64), xp.empty((*batch, count, 4), np.float32)
-    least, most = (xp.ascontiguousarray(of(axis=-2)) for of in (points.min, points.max))
-    _prepare(pairs, "codes", points, count, least=least, most=most, codes=codes)
-    order = xp.ascontiguousarray(xp.argsort(codes, axis=-1))
-    _prepare(pairs, "pack", points, count, order=order, packed=rows)
-    return rows
+def _order(pairs: Pairs, name: str) -> Any:
+    """Return an order of points in which neighbours are near, which is kept."""
+    xp, key = pairs.xp, f"order of {name}"
+    if key not in pairs.kept:
+        points = xp.ascontiguousarray(pairs.spread(name))
+        codes = xp.empty(points.shape[:-1], np.uint64)
+        least, most = (xp.ascontiguousarray(of(axis=-2)) for of in (points.min, points.max))
+        _prepare(pairs, "codes", points, points.shape[-2], least=least, most=most, codes=codes)
+        pairs.kept[key] = xp.ascontiguousarray(xp.argsort(codes, axis=-1))
+    return pairs.kept[key]
 
 
 def log_sums(pairs: Pairs, x: Any, y: Any, key_log: Any, factor: tuple[Any, float]) -> Any:
@@ -108,15 +117,24 @@ def log_sums(pairs: Pairs, x: Any, y: Any, key_log: Any, factor: tuple[Any, floa
     """
     xp = pairs.xp
     *batch, n_rows, _ = x.shape
-    n_keys, rows = y.shape[-2], pairs.kept.get("rows")
-    if rows is None:
-        rows = pairs.kept["rows"] = _rows(pairs, x)
-    padded = pad(n_keys, _KEYS)
-    keys = xp.empty((*batch, padded, 4), np.float32)
-    _prepare(pairs, "pack", y, padded, logs=xp.ascontiguousarray(key_log), packed=keys)
+    if "rows" not in pairs.kept:
+        rows = pairs.kept["rows"] = xp.empty((*batch, n_rows, 4), np.float32)
+        _prepare(pairs, "pack", x, n_rows, order=_order(pairs, "x"), packed=rows)
+    tiles = cdiv(y.shape[-2], _KEYS)
+    keys = xp.empty((*batch, tiles * _KEYS, 4), np.float32)
+    logs = xp.ascontiguousarray(key_log)
+    _prepare(pairs, "pack", y, tiles * _KEYS, order=_order(pairs, "y"), logs=logs, packed=keys)
     factors, number = factor
-    kernel, parts = _summing(pairs.origin.device, (math.prod(batch), n_rows, padded), number)
-    logs = xp.empty((parts, *batch, n_rows), np.float32)
-    addresses = [0 if array is None else array.data.ptr for array in (rows, keys, factors, logs)]
-    kernel.launch(addresses, pairs.origin.stream().ptr)
-    return logs
+    launches = _summing(pairs.origin.device, (math.prod(batch), n_rows, tiles), number)
+    made = {"boxes": (*batch, tiles, 8), "floors": (*batch, launches.of_warps, 2), "logs": (launches.parts, *batch, n_rows)}
+    arrays = {"rows": pairs.kept["rows"], "keys": keys, "factors": factors}
+    arrays |= {name: xp.empty(shape, np.float32) for name, shape in made.items()}
+    addresses = [address_of(arrays[name]) for name in _SUMMED]
+    for kernel in launches.kernels:
+        kernel.launch(addresses, pairs.origin.stream().ptr)
+    return arrays["logs"]
+
+
+def address_of(array: Any) -> int:
+    """Return where an array is; 0 for none."""
+    return 0 if array is None else array.data.ptr

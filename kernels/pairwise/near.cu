@@ -11,40 +11,24 @@
 //
 // A row's sum l is relative to 2^m, as in pairwise/rows.cu: here m is a whole number, and relative to f |u|^2 (`square`) where products are taken.
 // Grid: blocks of rows; parts of the keys; batch.  Each part writes results of its own.
-#include "attn/math.cuh"
+#include "pairwise/near.cuh"
 #include "pairwise/sums.cuh"
-#include "ptx/types.cuh"
 
 using namespace pairwise;
 
-// Mirrored by PARAMS in cuattn/pairwise/near.py.
-struct NearParams {
-    const float4 *rows, *keys;  // (batch, rows): coordinates, place of the result; (batch, padded keys): coordinates, logarithm, kHidden for none
-    const double* factors;      // the factor of z if it lies on the device, else null
-    float* logs;                // (parts, batch, rows)
-    double factor;
-    i32 n_rows, padded_keys, keys_per_part;
-};
-
-constexpr int kTiles = cfg::tiles, kWarps = cfg::warps, kOwn = 2 * kTiles;  // 16 rows each; rows of a thread
-constexpr int kFew = 64;                                                   // keys between looks at the sums
-constexpr float kNear = 4.f, kApart = 80.f, kMostApart = 30000.f, kWide = 60000.f;
+constexpr int kWarps = cfg::warps;
+constexpr float kNear = 4.f, kApart = 80.f, kMostApart = 30000.f, kWide = 60000.f, kMostKey = 6e7f, kMostReach = 1e4f;
 
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-__device__ __forceinline__ float warp_max(float x) {
-    unroll<5>([&](int n) { x = fmaxf(x, __shfl_xor_sync(~0u, x, 1 << n)); });
-    return x;
-}
-
 // d = a b + c of 16 halves.
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b, const float (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%9,%10,%11,%12};"
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
 // 2^x on the pipe of multiplications, to 2^-22.
@@ -64,6 +48,38 @@ __device__ __forceinline__ float power_by_products(float x) {
 // `products`: exponents by tensor cores; `shared`: by differences, with one reference for all rows; `own`: with a reference of each.
 enum Mode { products, shared, own };
 
+// The tiles of a part that a warp needs: every gridDim.y-th of all, but for those that are too far from its rows.
+struct Needed {
+    const NearParams& p;
+    const Box* boxes;
+    const float (&least)[3], (&most)[3];
+    float factor, floor;
+    i32 first;      // of 32 tiles of the part
+    u32 left = 0;   // of them
+
+    __device__ __forceinline__ Needed(const NearParams& p, const float (&least)[3], const float (&most)[3], float floor)
+        : p(p), least(least), most(most), factor(factor_of(p)), floor(floor), first(-32) {
+        boxes = p.boxes + static_cast<i64>(blockIdx.z) * p.tiles;
+    }
+    // The first key of the next tile, -1 behind the last.
+    __device__ __forceinline__ i32 next() {
+        while (left == 0) {
+            first += 32;
+            if (first * gridDim.y + blockIdx.y >= p.tiles) return -1;
+            const i32 tile = (first + threadIdx.x % 32) * gridDim.y + blockIdx.y;
+            bool needs = false;
+            if (tile < p.tiles) {
+                const Box box = boxes[tile];
+                needs = !cfg::skips || !(fmaf(between<false>(least, most, box), -factor, box.most_log) < floor);
+            }
+            left = __ballot_sync(~0u, needs);
+        }
+        const int bit = __ffs(left) - 1;
+        left &= left - 1;
+        return ((first + bit) * gridDim.y + blockIdx.y) * kFew;
+    }
+};
+
 struct NearRows {
     const NearParams& p;
     const float4 *rows, *keys;
@@ -72,10 +88,11 @@ struct NearRows {
     int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 
     Mode mode = own;
-    float middle[3], reach;           // of the rows' box; the greatest f |u|^2
+    float least[3], most[3];          // of the rows
+    float middle[3], reach;           // of that box; the greatest f |u|^2
     float scale, unit;                // a power of two, and factor / scale^2
     u32 a[kTiles][4];                 // left factors
-    float top;                        // M
+    float top, limit;                 // M; what sums of a tile may be
     float m[kOwn], sums[kOwn], given[kFew / 8];
     Total<float> l[kOwn];
 
@@ -100,31 +117,27 @@ struct NearRows {
         return mode == products ? sum : 0.f;
     }
 
-    __device__ __forceinline__ NearRows(const NearParams& p, i32 first) : p(p), first(first) {
+    __device__ __forceinline__ NearRows(const NearParams& p, i32 first, float floor) : p(p), first(first) {
         rows = p.rows + static_cast<i64>(blockIdx.z) * p.n_rows;
-        keys = p.keys + static_cast<i64>(blockIdx.z) * p.padded_keys;
+        keys = p.keys + static_cast<i64>(blockIdx.z) * p.tiles * kFew;
         const double given = p.factors == nullptr ? p.factor : *p.factors;
         const int half = ilogb(given) >> 1;
-        factor = static_cast<float>(given);
+        factor = factor_of(p);
         scale = static_cast<float>(ldexp(1., half));
         unit = static_cast<float>(ldexp(given, -2 * half));
-        float most[3], least[3];
-        unroll<3>([&](int c) { most[c] = least[c] = -infinity<float>(); });
-        unroll<kOwn>([&](int r) {
-            const float4 x = row(r);
-            unroll<3>([&](int c) {
-                most[c] = fmaxf(most[c], of(x, c));
-                least[c] = fmaxf(least[c], -of(x, c));
-            });
-        });
-        unroll<3>([&](int c) { middle[c] = 0.5f * scale * (warp_max(most[c]) - warp_max(least[c])); });
+        range_of_rows(rows, first, p.n_rows, least, most);
+        unroll<3>([&](int c) { middle[c] = scale * (0.5f * (most[c] + least[c])); });
         mode = products;
         reach = 0;
         unroll<kOwn>([&](int r) { reach = fmaxf(reach, square(row(r))); });
         reach = warp_max(reach);
         mode = own;
-        top = Range<float>::lowest;
-        unroll<kOwn>([&](int r) { m[r] = Range<float>::lowest; });
+        float next[kOwn];
+        unroll<kOwn>([&](int r) {
+            m[r] = Range<float>::lowest;
+            next[r] = floor;
+        });
+        settle(next);
     }
 
     // Adds the terms of eight keys, of which this thread has one number of one: coordinate q, or the logarithm.
@@ -135,13 +148,22 @@ struct NearRows {
         float k = t * fmaf(last ? 0.f : -unit, t, last ? 1.f : 0.f);
         k += __shfl_xor_sync(~0u, k, 1);
         k += __shfl_xor_sync(~0u, k, 2);
-        const float k0 = __shfl_sync(~0u, k, 8 * q), k1 = __shfl_sync(~0u, k, 8 * q + 4);
-        const float c[4] = {k0, k1, k0, k1}, w = last ? 1.f : fminf(fmaxf(t, -kWide), kWide);
-        const float hi = ptx::low_f16(ptx::pack_f16(w, w));
-        const u32 b = ptx::pack_f16(w, w - hi);
+        u32 b0, b1;
+        float c[4] = {};
+        if constexpr (cfg::folded) {
+            const float all = fminf(fmaxf(last ? k : t, last ? -kMostKey : -kWide), last ? kMostKey : kWide), w = all * (last ? 0x1p-10f : 1.f);
+            const float rest = fmaf(ptx::low_f16(ptx::pack_f16(w, w)), last ? -1024.f : -1.f, all);
+            b0 = ptx::pack_f16(w, rest);
+            b1 = ptx::pack_f16(last ? 1.f : w, rest - ptx::high_f16(b0));
+        } else {
+            c[0] = c[2] = __shfl_sync(~0u, k, 8 * q);
+            c[1] = c[3] = __shfl_sync(~0u, k, 8 * q + 4);
+            const float w = last ? 1.f : fminf(fmaxf(t, -kWide), kWide);
+            b0 = b1 = ptx::pack_f16(w, w - ptx::low_f16(ptx::pack_f16(w, w)));
+        }
         unroll<kTiles>([&](int tile) {
             float d[4];
-            multiply(d, a[tile], b, c);
+            multiply(d, a[tile], b0, b1, c);
             unroll<4>([&](int i) { sums[2 * tile + i / 2] += 4 * tile + i < cfg::emulated ? power_by_products(d[i]) : ptx::ex2(d[i]); });
         });
     }
@@ -177,9 +199,9 @@ struct NearRows {
         else sum_differences<false>(from);
     }
 
-    // Raises the references to the greatest terms so far, and chooses how to go on.
+    // Raises the references to the greatest terms so far.
     __device__ __forceinline__ void refer(i32 from) {
-        float most = Range<float>::lowest, least = most, next[kOwn];
+        float next[kOwn];
         unroll<kOwn>([&](int r) {
             const float4 x = row(r);
             next[r] = Range<float>::lowest;
@@ -188,20 +210,26 @@ struct NearRows {
                 const float4 key = keys[from + 8 * (n / 2) + 2 * q + n % 2];
                 next[r] = fmaxf(next[r], fmaf(distance(x, key), -factor, key.w));
             }
+            const float already = l[r].sum > 0.f ? m[r] - square(x) + ptx::lg2(l[r].sum) : Range<float>::lowest;
+            next[r] = quad_max(fmaxf(next[r], already));
         });
+        settle(next);
+    }
+
+    // Takes the references next, of terms as they are, and chooses how to go on.
+    __device__ __forceinline__ void settle(float (&next)[kOwn]) {
+        float most = Range<float>::lowest, least = most, old[kOwn];
         unroll<kOwn>([&](int r) {
-            const float already = l[r].sum > 0.f ? m[r] - square(row(r)) + ptx::lg2(l[r].sum) : Range<float>::lowest;
-            next[r] = quad_max(fmaxf(next[r], already));  // of terms as they are
             most = fmaxf(most, next[r]);
             least = fmaxf(least, -next[r]);
+            old[r] = m[r] - square(row(r));
         });
         most = warp_max(most);
         least = -warp_max(least);
         const float size = fmaxf(fmaxf(least, -most), 0.f);  // that all have, at least
-        float old[kOwn];
-        unroll<kOwn>([&](int r) { old[r] = m[r] - square(row(r)); });
         const float apart = most - least + 2.f * reach;
-        mode = reach <= fmaxf(kNear, size / 16.f) && apart < kMostApart ? products : most - least < kApart ? shared : own;
+        mode = reach <= fminf(fmaxf(kNear, size / 16.f), kMostReach) && apart < kMostApart ? products : most - least < kApart ? shared : own;
+        limit = ptx::ex2(fminf(fmaxf(8.f, size / 16.f), 100.f));
         // whole numbers, of which the distance from the greatest is a half
         float own_top = Range<float>::lowest;
         unroll<kOwn>([&](int r) {
@@ -219,25 +247,33 @@ struct NearRows {
             const float left = 2.f * unit * fmaf(q == 0 ? x.x : q == 1 ? x.y : x.z, scale, -(q == 0 ? middle[0] : q == 1 ? middle[1] : middle[2]));
             const float hi = ptx::low_f16(ptx::pack_f16(left, left));
             const float lo = left - hi;
-            a[r / 2][r % 2] = q == 3 ? below : ptx::pack_f16(hi, hi);
-            a[r / 2][2 + r % 2] = q == 3 ? 0u : ptx::pack_f16(lo, lo);
+            if constexpr (cfg::folded) {
+                a[r / 2][r % 2] = q == 3 ? ptx::pack_f16(1024.f, 1.f) : ptx::pack_f16(hi, hi);
+                a[r / 2][2 + r % 2] = q == 3 ? ptx::pack_f16(ptx::low_f16(below), 1.f) : ptx::pack_f16(lo, hi);
+            } else {
+                a[r / 2][r % 2] = q == 3 ? below : ptx::pack_f16(hi, hi);
+                a[r / 2][2 + r % 2] = q == 3 ? 0u : ptx::pack_f16(lo, lo);
+            }
         });
     }
 
-    __device__ __forceinline__ void run(i32 start, i32 stop) {
-        unroll<kFew / 8>([&](int n) { given[n] = number(start, n); });
+    __device__ __forceinline__ void run(float floor) {
+        Needed needed(p, least, most, floor);
+        i32 from = needed.next();
+        unroll<kFew / 8>([&](int n) { given[n] = number(max(from, 0), n); });
 #pragma unroll 1
-        for (i32 from = start; from < stop; from += kFew) {
-            const i32 ahead = from + kFew < stop ? from + kFew : from;
+        while (from >= 0) {
+            const i32 next = needed.next(), ahead = max(next, 0);
             sum_few(from, ahead);
             bool fits = true;
-            unroll<kOwn>([&](int r) { fits = fits && sums[r] < Range<float>::most; });
+            unroll<kOwn>([&](int r) { fits = fits && sums[r] < limit; });
             if (!__all_sync(~0u, fits)) {
                 refer(from);
                 unroll<kFew / 8>([&](int n) { given[n] = number(from, n); });
                 sum_few(from, ahead);
             }
             unroll<kOwn>([&](int r) { l[r].add(sums[r]); });
+            from = next;
         }
     }
     __device__ __forceinline__ void store() const {
@@ -256,8 +292,8 @@ struct NearRows {
 extern "C" __global__ __launch_bounds__(32 * kWarps, cfg::blocks) void pairwise_near(const __grid_constant__ NearParams p) {
     const i32 first = (blockIdx.x * kWarps + threadIdx.x / 32) * (16 * kTiles);
     if (first >= p.n_rows) return;
-    NearRows found(p, first);
-    const i32 start = blockIdx.y * p.keys_per_part;
-    found.run(start, min(start + p.keys_per_part, p.padded_keys));
+    const float* floors = p.floors + 2 * (blockIdx.z * p.of_warps + first / (16 * kTiles));
+    NearRows found(p, first, floors[0]);
+    found.run(floors[1]);
     found.store();
 }
