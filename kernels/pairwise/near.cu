@@ -210,8 +210,7 @@ struct NearRows {
                 const float4 key = keys[from + 8 * (n / 2) + 2 * q + n % 2];
                 next[r] = fmaxf(next[r], fmaf(distance(x, key), -factor, key.w));
             }
-            const float already = l[r].sum > 0.f ? m[r] - square(x) + ptx::lg2(l[r].sum) : Range<float>::lowest;
-            next[r] = quad_max(fmaxf(next[r], already));
+            next[r] = quad_max(fmaxf(next[r], m[r] - square(x) + ptx::lg2(fmaxf(l[r].sum, 1.f))));
         });
         settle(next);
     }
