@@ -115,7 +115,7 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     factor = pairs.factor * unit
     factors, factor = (None, float(factor)) if isinstance(factor, float) else (factor, 0.0)
     if wanted.logs and near.takes(pairs, n_rows, y.shape[-2]):
-        return Sums(logs=log_sum(xp, near.log_sums(pairs, x, y, wanted.key_log, (factors, factor))) / _LOG2_E)
+        return Sums(logs=near.log_sums(pairs, x, y, wanted.key_log, (factors, factor)))
     given = {"x": x, "y": y, "u": wanted.u, "v": wanted.v}
     given = {name: None if a is None else xp.ascontiguousarray(a.astype(work, copy=False)) for name, a in given.items()}
     for name in ("row_log", "key_log"):

@@ -22,14 +22,16 @@ CONSTANTS = {"tiles": 4, "warps": 4, "blocks": 4, "emulated": 0, "folded": True,
 """Sixteens of rows of a warp, warps of a block, blocks of a multiprocessor, exponentials of sixteen by products."""
 
 _ORDERED = "points", "least", "most", "order", "logs", "codes", "packed"
-ORDER = np.dtype([*((name, np.uint64) for name in _ORDERED), *((name, np.int32) for name in ("count", "padded"))], align=True)
+ORDER = np.dtype(
+    [*((name, np.uint64) for name in _ORDERED), *((name, np.int32) for name in ("count", "padded"))], align=True
+)
 """Mirror of ``OrderParams``."""
-_SUMMED = "rows", "keys", "factors", "boxes", "floors", "logs"
+_SUMMED = "rows", "keys", "factors", "boxes", "floors", "of_parts", "logs"
 PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in _SUMMED),
         ("factor", np.float64),
-        *((name, np.int32) for name in ("n_rows", "tiles", "of_warps")),
+        *((name, np.int32) for name in ("n_rows", "tiles", "of_warps", "parts")),
     ],
     align=True,
 )
@@ -65,17 +67,19 @@ def _summing(device: int, sizes: tuple[int, int, int], factor: float) -> _Launch
     """Return what sums, of a batch of rows and of tiles of keys."""
     batch, n_rows, tiles = sizes
     of_warps = cdiv(n_rows, 16 * CONSTANTS["tiles"])
-    row_blocks, threads = cdiv(of_warps, CONSTANTS["warps"]), 32 * CONSTANTS["warps"]
+    row_blocks = cdiv(of_warps, CONSTANTS["warps"])
     at_once = CONSTANTS["blocks"] * device_of(device).multiprocessors
     parts = min(max(cdiv(_ITEMS * at_once, row_blocks * batch), 1), 32, max(tiles // 64, 1))
-    values = {"factor": factor, "n_rows": n_rows, "tiles": tiles, "of_warps": of_warps}
+    values = {"factor": factor, "n_rows": n_rows, "tiles": tiles, "of_warps": of_warps, "parts": parts}
     given: dict[str, Any] = dict(device=device, names={name: n for n, name in enumerate(_SUMMED)}, constants=CONSTANTS)
     given |= dict(dtype=PARAMS, values=values, slots={name: name for name in _SUMMED})
     far = dict(path="pairwise/far.cu", threads=_THREADS, **given)
+    near = dict(path="pairwise/near.cu", threads=32 * CONSTANTS["warps"], **given)
     kernels = (
         Kernel(kernel="pairwise_boxes", grid=(cdiv(tiles, _THREADS // 32), 1, batch), **far),
         Kernel(kernel="pairwise_floors", grid=(cdiv(of_warps, _THREADS // 32), 1, batch), **far),
-        Kernel(path="pairwise/near.cu", kernel="pairwise_near", grid=(row_blocks, parts, batch), threads=threads, **given),
+        Kernel(kernel="pairwise_near", grid=(row_blocks, parts, batch), **near),
+        Kernel(kernel="pairwise_merge", grid=(cdiv(n_rows, near["threads"]), 1, batch), **near),
     )
     return _Launches(kernels, parts, of_warps)
 
@@ -104,7 +108,7 @@ def _order(pairs: Pairs, name: str) -> Any:
 
 
 def log_sums(pairs: Pairs, x: Any, y: Any, key_log: Any, factor: tuple[Any, float]) -> Any:
-    """Return base-2 logarithms of the sums of parts of the keys, which lie along the first axis.
+    """Return log sum_j exp(key_log_j - w_ij).
 
     Parameters
     ----------
@@ -126,9 +130,10 @@ def log_sums(pairs: Pairs, x: Any, y: Any, key_log: Any, factor: tuple[Any, floa
     _prepare(pairs, "pack", y, tiles * _KEYS, order=_order(pairs, "y"), logs=logs, packed=keys)
     factors, number = factor
     launches = _summing(pairs.origin.device, (math.prod(batch), n_rows, tiles), number)
-    made = {"boxes": (*batch, tiles, 8), "floors": (*batch, launches.of_warps, 2), "logs": (launches.parts, *batch, n_rows)}
+    made = {"boxes": (tiles, 8), "floors": (launches.of_warps, 2), "logs": (n_rows,)}
     arrays = {"rows": pairs.kept["rows"], "keys": keys, "factors": factors}
-    arrays |= {name: xp.empty(shape, np.float32) for name, shape in made.items()}
+    arrays |= {name: xp.empty((*batch, *shape), np.float32) for name, shape in made.items()}
+    arrays["of_parts"] = xp.empty((launches.parts, *batch, n_rows), np.float32)
     addresses = [address_of(arrays[name]) for name in _SUMMED]
     for kernel in launches.kernels:
         kernel.launch(addresses, pairs.origin.stream().ptr)

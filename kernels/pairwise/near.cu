@@ -258,25 +258,28 @@ struct NearRows {
 
     __device__ __forceinline__ void run(float floor) {
         Needed needed(p, least, most, floor);
-        i32 from = needed.next();
+        i32 from = needed.next(), ahead = needed.next();
+        bool referred = false;
         unroll<kFew / 8>([&](int n) { given[n] = number(max(from, 0), n); });
 #pragma unroll 1
         while (from >= 0) {
-            const i32 next = needed.next(), ahead = max(next, 0);
-            sum_few(from, ahead);
+            sum_few(from, max(ahead, 0));
             bool fits = true;
             unroll<kOwn>([&](int r) { fits = fits && sums[r] < limit; });
-            if (!__all_sync(~0u, fits)) {
+            if (!referred && !__all_sync(~0u, fits)) {
                 refer(from);
                 unroll<kFew / 8>([&](int n) { given[n] = number(from, n); });
-                sum_few(from, ahead);
+                referred = true;
+                continue;
             }
             unroll<kOwn>([&](int r) { l[r].add(sums[r]); });
-            from = next;
+            from = ahead;
+            ahead = needed.next();
+            referred = false;
         }
     }
     __device__ __forceinline__ void store() const {
-        float* logs = p.logs + (static_cast<i64>(blockIdx.y) * gridDim.z + blockIdx.z) * p.n_rows;
+        float* logs = p.of_parts + (static_cast<i64>(blockIdx.y) * gridDim.z + blockIdx.z) * p.n_rows;
         unroll<kOwn>([&](int r) {
             float sum = l[r].sum;
             sum += __shfl_xor_sync(~0u, sum, 1);
@@ -295,4 +298,15 @@ extern "C" __global__ __launch_bounds__(32 * kWarps, cfg::blocks) void pairwise_
     NearRows found(p, first, floors[0]);
     found.run(floors[1]);
     found.store();
+}
+
+// Sums of all parts.
+extern "C" __global__ __launch_bounds__(32 * kWarps) void pairwise_merge(const __grid_constant__ NearParams p) {
+    const i32 row = blockIdx.x * (32 * kWarps) + threadIdx.x;
+    if (row >= p.n_rows) return;
+    const i64 at = static_cast<i64>(blockIdx.z) * p.n_rows + row, apart = static_cast<i64>(gridDim.z) * p.n_rows;
+    float most = Range<float>::lowest, sum = 0;
+    for (int part = 0; part < p.parts; ++part) most = ptx::max_nan(most, p.of_parts[part * apart + at]);
+    for (int part = 0; part < p.parts; ++part) sum += ptx::ex2(p.of_parts[part * apart + at] - most);
+    p.logs[at] = static_cast<float>((most + log2f(sum)) * (1 / kLog2e));
 }

@@ -16,9 +16,9 @@ struct NearParams {
     const double* factors;      // the factor of z if it lies on the device, else null
     Box* boxes;                 // (batch, tiles)
     float* floors;              // (batch, warps' rows, 2): what sums are at least; tiles whose terms are all below may be left out
-    float* logs;                // (parts, batch, rows)
+    float *of_parts, *logs;     // to base 2, (parts, batch, rows); natural, (batch, rows)
     double factor;
-    i32 n_rows, tiles, of_warps;
+    i32 n_rows, tiles, of_warps, parts;
 };
 
 constexpr int kTiles = cfg::tiles, kOwn = 2 * kTiles;  // 16 rows each; rows of a thread
