@@ -18,7 +18,7 @@ _MANY = 2**32  # pairs that repay putting rows in an order
 _THREADS = 128  # of a block that makes points ready
 _KEYS = 64  # between looks at the sums
 _ITEMS = 8  # blocks for each that a multiprocessor has at once, so that the last ones are few
-CONSTANTS = {"tiles": 4, "warps": 4, "blocks": 4, "emulated": 0, "folded": True, "skips": True}
+CONSTANTS = {"tiles": 4, "warps": 4, "blocks": 4, "emulated": 0, "skips": True}
 """Sixteens of rows of a warp, warps of a block, blocks of a multiprocessor, exponentials of sixteen by products."""
 
 _ORDERED = "points", "least", "most", "order", "logs", "codes", "packed"

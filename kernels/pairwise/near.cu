@@ -24,11 +24,11 @@ __device__ __forceinline__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// d = a b + c of 16 halves.
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+// d = a b of 16 halves.
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.f));
 }
 
 // 2^x on the pipe of multiplications, to 2^-22.
@@ -91,7 +91,7 @@ struct NearRows {
     float least[3], most[3];          // of the rows
     float middle[3], reach;           // of that box; the greatest f |u|^2
     float scale, unit;                // a power of two, and factor / scale^2
-    u32 a[kTiles][4];                 // left factors
+    u32 a[kTiles][4], b[2];           // factors
     float top, limit;                 // M; what sums of a tile may be
     float m[kOwn], sums[kOwn], given[kFew / 8];
     Total<float> l[kOwn];
@@ -140,40 +140,32 @@ struct NearRows {
         settle(next);
     }
 
-    // Adds the terms of eight keys, of which this thread has one number of one: coordinate q, or the logarithm.
-    __device__ __forceinline__ void add_products(float given) {
+    // Makes the right factors of eight keys, of which this thread has one number of one: coordinate q, or the logarithm.
+    __device__ __forceinline__ void convert(float given) {
         const bool last = q == 3;
         const float shift = last ? top : q == 0 ? middle[0] : q == 1 ? middle[1] : middle[2];
         const float t = fmaf(given, last ? 1.f : scale, -shift);
         float k = t * fmaf(last ? 0.f : -unit, t, last ? 1.f : 0.f);
         k += __shfl_xor_sync(~0u, k, 1);
         k += __shfl_xor_sync(~0u, k, 2);
-        u32 b0, b1;
-        float c[4] = {};
-        if constexpr (cfg::folded) {
-            const float all = fminf(fmaxf(last ? k : t, last ? -kMostKey : -kWide), last ? kMostKey : kWide), w = all * (last ? 0x1p-10f : 1.f);
-            const float rest = fmaf(ptx::low_f16(ptx::pack_f16(w, w)), last ? -1024.f : -1.f, all);
-            b0 = ptx::pack_f16(w, rest);
-            b1 = ptx::pack_f16(last ? 1.f : w, rest - ptx::high_f16(b0));
-        } else {
-            c[0] = c[2] = __shfl_sync(~0u, k, 8 * q);
-            c[1] = c[3] = __shfl_sync(~0u, k, 8 * q + 4);
-            const float w = last ? 1.f : fminf(fmaxf(t, -kWide), kWide);
-            b0 = b1 = ptx::pack_f16(w, w - ptx::low_f16(ptx::pack_f16(w, w)));
-        }
-        unroll<kTiles>([&](int tile) {
-            float d[4];
-            multiply(d, a[tile], b0, b1, c);
-            unroll<4>([&](int i) { sums[2 * tile + i / 2] += 4 * tile + i < cfg::emulated ? power_by_products(d[i]) : ptx::ex2(d[i]); });
-        });
+        const float all = fminf(fmaxf(last ? k : t, last ? -kMostKey : -kWide), last ? kMostKey : kWide), w = all * (last ? 0x1p-10f : 1.f);
+        const float rest = fmaf(ptx::low_f16(ptx::pack_f16(w, w)), last ? -1024.f : -1.f, all);
+        b[0] = ptx::pack_f16(w, rest);
+        b[1] = ptx::pack_f16(last ? 1.f : w, rest - ptx::high_f16(b[0]));
     }
-    // Of 64 keys, whose numbers `given` are followed by those of the keys ahead.
-    __device__ __forceinline__ void sum_products(i32 from, i32 ahead) {
+    __device__ __forceinline__ void prime(i32 from) {
+        convert(number(from, 0));
+        unroll<kFew / 8 - 1>([&](int n) { given[n + 1] = number(from, n + 1); });
+    }
+    // Of 64 keys; the numbers of those ahead come meanwhile, and the next eight are converted while exponentials are taken.
+    __device__ __forceinline__ void sum_products(i32 ahead) {
         unroll<kOwn>([&](int r) { sums[r] = 0; });
         unroll<kFew / 8>([&](int n) {
-            const float own = given[n];
+            float d[kTiles][4];
+            unroll<kTiles>([&](int tile) { multiply(d[tile], a[tile], b); });
             given[n] = number(ahead, n);
-            add_products(own);
+            convert(given[(n + 1) % (kFew / 8)]);
+            unroll<kTiles, 4>([&](int tile, int i) { sums[2 * tile + i / 2] += 4 * tile + i < cfg::emulated ? power_by_products(d[tile][i]) : ptx::ex2(d[tile][i]); });
         });
     }
 
@@ -194,7 +186,7 @@ struct NearRows {
     }
 
     __device__ __forceinline__ void sum_few(i32 from, i32 ahead) {
-        if (mode == products) sum_products(from, ahead);
+        if (mode == products) sum_products(ahead);
         else if (mode == shared) sum_differences<true>(from);
         else sum_differences<false>(from);
     }
@@ -246,13 +238,8 @@ struct NearRows {
             const float left = 2.f * unit * fmaf(q == 0 ? x.x : q == 1 ? x.y : x.z, scale, -(q == 0 ? middle[0] : q == 1 ? middle[1] : middle[2]));
             const float hi = ptx::low_f16(ptx::pack_f16(left, left));
             const float lo = left - hi;
-            if constexpr (cfg::folded) {
-                a[r / 2][r % 2] = q == 3 ? ptx::pack_f16(1024.f, 1.f) : ptx::pack_f16(hi, hi);
-                a[r / 2][2 + r % 2] = q == 3 ? ptx::pack_f16(ptx::low_f16(below), 1.f) : ptx::pack_f16(lo, hi);
-            } else {
-                a[r / 2][r % 2] = q == 3 ? below : ptx::pack_f16(hi, hi);
-                a[r / 2][2 + r % 2] = q == 3 ? 0u : ptx::pack_f16(lo, lo);
-            }
+            a[r / 2][r % 2] = q == 3 ? ptx::pack_f16(1024.f, 1.f) : ptx::pack_f16(hi, hi);
+            a[r / 2][2 + r % 2] = q == 3 ? ptx::pack_f16(ptx::low_f16(below), 1.f) : ptx::pack_f16(lo, hi);
         });
     }
 
@@ -260,7 +247,7 @@ struct NearRows {
         Needed needed(p, least, most, floor);
         i32 from = needed.next(), ahead = needed.next();
         bool referred = false;
-        unroll<kFew / 8>([&](int n) { given[n] = number(max(from, 0), n); });
+        prime(max(from, 0));
 #pragma unroll 1
         while (from >= 0) {
             sum_few(from, max(ahead, 0));
@@ -268,7 +255,7 @@ struct NearRows {
             unroll<kOwn>([&](int r) { fits = fits && sums[r] < limit; });
             if (!referred && !__all_sync(~0u, fits)) {
                 refer(from);
-                unroll<kFew / 8>([&](int n) { given[n] = number(from, n); });
+                prime(from);
                 referred = true;
                 continue;
             }
