@@ -17,7 +17,9 @@ MOST_DIM = 3
 _MANY = 2**32  # pairs that repay putting rows in an order
 _THREADS = 128  # of a block that makes points ready
 _KEYS = 64  # between looks at the sums
-_ITEMS = 8  # blocks for each that a multiprocessor has at once, so that the last ones are few
+_WAVES = 8  # of blocks, at least, as some have less to do than others
+_FULL = 0.96  # share of the last wave that is enough
+_MOST_PARTS = 32
 CONSTANTS = {"tiles": 4, "warps": 4, "blocks": 4, "emulated": 0, "skips": True}
 """Sixteens of rows of a warp, warps of a block, blocks of a multiprocessor, exponentials of sixteen by products."""
 
@@ -62,6 +64,14 @@ class _Launches(NamedTuple):
     of_warps: int
 
 
+def parts_of(row_blocks: int, tiles: int, at_once: int) -> int:
+    """Return in how many parts the keys are divided, so that the blocks are several full waves of so many."""
+    few = cdiv(_WAVES * at_once, row_blocks)
+    waves = {parts: row_blocks * parts / at_once for parts in range(few, 2 * few + 1)}
+    parts = max(waves, key=lambda parts: (min(waves[parts] / math.ceil(waves[parts]), _FULL), -parts))
+    return max(min(parts, _MOST_PARTS, tiles // _KEYS), 1)
+
+
 @lru_cache(maxsize=256)
 def _summing(device: int, sizes: tuple[int, int, int], factor: float) -> _Launches:
     """Return what sums, of a batch of rows and of tiles of keys."""
@@ -69,12 +79,12 @@ def _summing(device: int, sizes: tuple[int, int, int], factor: float) -> _Launch
     of_warps = cdiv(n_rows, 16 * CONSTANTS["tiles"])
     row_blocks = cdiv(of_warps, CONSTANTS["warps"])
     at_once = CONSTANTS["blocks"] * device_of(device).multiprocessors
-    parts = min(max(cdiv(_ITEMS * at_once, row_blocks * batch), 1), 32, max(tiles // 64, 1))
+    parts = parts_of(row_blocks * batch, tiles, CONSTANTS["blocks"] * device_of(device).multiprocessors)
     values = {"factor": factor, "n_rows": n_rows, "tiles": tiles, "of_warps": of_warps, "parts": parts}
     given: dict[str, Any] = dict(device=device, names={name: n for n, name in enumerate(_SUMMED)}, constants=CONSTANTS)
     given |= dict(dtype=PARAMS, values=values, slots={name: name for name in _SUMMED})
-    far = dict(path="pairwise/far.cu", threads=_THREADS, **given)
-    near = dict(path="pairwise/near.cu", threads=32 * CONSTANTS["warps"], **given)
+    far: dict[str, Any] = dict(path="pairwise/far.cu", threads=_THREADS, **given)
+    near: dict[str, Any] = dict(path="pairwise/near.cu", threads=32 * CONSTANTS["warps"], **given)
     kernels = (
         Kernel(kernel="pairwise_boxes", grid=(cdiv(tiles, _THREADS // 32), 1, batch), **far),
         Kernel(kernel="pairwise_floors", grid=(cdiv(of_warps, _THREADS // 32), 1, batch), **far),

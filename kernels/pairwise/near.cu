@@ -83,7 +83,7 @@ struct Needed {
 struct NearRows {
     const NearParams& p;
     const float4 *rows, *keys;
-    float factor;
+    float factor, floor;  // floor: what every row's sum is at least
     i32 first;
     int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 
@@ -117,7 +117,7 @@ struct NearRows {
         return mode == products ? sum : 0.f;
     }
 
-    __device__ __forceinline__ NearRows(const NearParams& p, i32 first, float floor) : p(p), first(first) {
+    __device__ __forceinline__ NearRows(const NearParams& p, i32 first, float floor) : p(p), floor(floor), first(first) {
         rows = p.rows + static_cast<i64>(blockIdx.z) * p.n_rows;
         keys = p.keys + static_cast<i64>(blockIdx.z) * p.tiles * kFew;
         const double given = p.factors == nullptr ? p.factor : *p.factors;
@@ -202,7 +202,8 @@ struct NearRows {
                 const float4 key = keys[from + 8 * (n / 2) + 2 * q + n % 2];
                 next[r] = fmaxf(next[r], fmaf(distance(x, key), -factor, key.w));
             }
-            next[r] = quad_max(fmaxf(next[r], m[r] - square(x) + ptx::lg2(fmaxf(l[r].sum, 1.f))));
+            if (l[r].sum > 0.f) next[r] = fmaxf(next[r], m[r] - square(x) + ptx::lg2(l[r].sum));
+            next[r] = quad_max(fmaxf(next[r], floor));
         });
         settle(next);
     }
@@ -233,7 +234,7 @@ struct NearRows {
             if (mode == shared) next[r] = top;
             const u32 below = ptx::pack_f16(mode == products ? top - next[r] : 0.f, 0.f);
             if (mode == products) next[r] = top - ptx::low_f16(below);
-            l[r].scale(ptx::ex2(old[r] - (next[r] - square(x))));
+            l[r].scale(ptx::ex2(fminf(old[r] - (next[r] - square(x)), 126.f)));
             m[r] = next[r];
             const float left = 2.f * unit * fmaf(q == 0 ? x.x : q == 1 ? x.y : x.z, scale, -(q == 0 ? middle[0] : q == 1 ? middle[1] : middle[2]));
             const float hi = ptx::low_f16(ptx::pack_f16(left, left));
