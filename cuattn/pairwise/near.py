@@ -78,7 +78,6 @@ def _summing(device: int, sizes: tuple[int, int, int], factor: float) -> _Launch
     batch, n_rows, tiles = sizes
     of_warps = cdiv(n_rows, 16 * CONSTANTS["tiles"])
     row_blocks = cdiv(of_warps, CONSTANTS["warps"])
-    at_once = CONSTANTS["blocks"] * device_of(device).multiprocessors
     parts = parts_of(row_blocks * batch, tiles, CONSTANTS["blocks"] * device_of(device).multiprocessors)
     values = {"factor": factor, "n_rows": n_rows, "tiles": tiles, "of_warps": of_warps, "parts": parts}
     given: dict[str, Any] = dict(device=device, names={name: n for n, name in enumerate(_SUMMED)}, constants=CONSTANTS)
