@@ -1,4 +1,4 @@
-"""Sums over keys for every row, on a GPU: launches of kernels/pairwise/rows.cu."""
+"""Sums over keys for every row, on a GPU: launches of kernels/pairwise/rows.cu, or :mod:`cuattn.pairwise.near`'s."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cuattn.cuda.device import device_of
 from cuattn.cuda.launch import Kernel
 from cuattn.io_model.sizes import cdiv
 from cuattn.pairwise import near
+from cuattn.pairwise.near import address_of
 from cuattn.pairwise.pairs import Pairs, Sums, Wanted
 from cuattn.problem import DTYPES
 
@@ -137,11 +138,6 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
         return Sums(logs=log_sum(xp, made["moments"]) / _LOG2_E)
     sums, directions, moments = (None if a is None else a[0] if len(a) == 1 else a.sum(0) for a in made.values())
     return Sums(sums, None, directions, None if moments is None else moments / unit)
-
-
-def address_of(array: Any) -> int:
-    """Return where an array is; 0 for none."""
-    return 0 if array is None else array.data.ptr
 
 
 def log_sum(xp: Any, logs: Any) -> Any:

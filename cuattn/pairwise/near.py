@@ -20,8 +20,8 @@ _KEYS = 64  # between looks at the sums
 _WAVES = 8  # of blocks, at least, as some have less to do than others
 _FULL = 0.96  # share of the last wave that is enough
 _MOST_PARTS = 32
-CONSTANTS = {"tiles": 4, "warps": 4, "blocks": 4, "emulated": 0, "skips": True}
-"""Sixteens of rows of a warp, warps of a block, blocks of a multiprocessor, exponentials of sixteen by products."""
+CONSTANTS = {"tiles": 4, "warps": 4, "blocks": 4}
+"""Sixteens of rows of a warp, warps of a block, blocks of a multiprocessor."""
 
 _ORDERED = "points", "least", "most", "order", "logs", "codes", "packed"
 ORDER = np.dtype(

@@ -10,6 +10,7 @@
 // all rows of the warp.  Where rows are not near enough one another for that, differences of coordinates are taken.
 //
 // A row's sum l is relative to 2^m, as in pairwise/rows.cu: here m is a whole number, and relative to f |u|^2 (`square`) where products are taken.
+// It starts from what pairwise/far.cu knows the sum to be at least, and is kept near: tensor cores cut off what is beneath their largest term.
 // Grid: blocks of rows; parts of the keys; batch.  Each part writes results of its own.
 #include "pairwise/near.cuh"
 #include "pairwise/sums.cuh"
@@ -29,20 +30,6 @@ __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.f));
-}
-
-// 2^x on the pipe of multiplications, to 2^-22.
-__device__ __forceinline__ float power_by_products(float x) {
-    constexpr float kRounds = 12582912.f;
-    x = fminf(fmaxf(x, -126.f), 127.5f);
-    const float shifted = x + kRounds, f = x - (shifted - kRounds);
-    float p = 0x1.5c08e2p-10f;
-    p = fmaf(p, f, 0x1.3d0c52p-7f);
-    p = fmaf(p, f, 0x1.c6b6e4p-5f);
-    p = fmaf(p, f, 0x1.ebf918p-3f);
-    p = fmaf(p, f, 0x1.62e428p-1f);
-    p = fmaf(p, f, 0x1.000002p+0f);
-    return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
 }
 
 // `products`: exponents by tensor cores; `shared`: by differences, with one reference for all rows; `own`: with a reference of each.
@@ -70,7 +57,7 @@ struct Needed {
             bool needs = false;
             if (tile < p.tiles) {
                 const Box box = boxes[tile];
-                needs = !cfg::skips || !(fmaf(between<false>(least, most, box), -factor, box.most_log) < floor);
+                needs = !(fmaf(between<false>(least, most, box), -factor, box.most_log) < floor);
             }
             left = __ballot_sync(~0u, needs);
         }
@@ -165,7 +152,7 @@ struct NearRows {
             unroll<kTiles>([&](int tile) { multiply(d[tile], a[tile], b); });
             given[n] = number(ahead, n);
             convert(given[(n + 1) % (kFew / 8)]);
-            unroll<kTiles, 4>([&](int tile, int i) { sums[2 * tile + i / 2] += 4 * tile + i < cfg::emulated ? power_by_products(d[tile][i]) : ptx::ex2(d[tile][i]); });
+            unroll<kTiles, 4>([&](int tile, int i) { sums[2 * tile + i / 2] += ptx::ex2(d[tile][i]); });
         });
     }
 
