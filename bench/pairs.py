@@ -1,15 +1,17 @@
-"""Measure sums over pairs of points (`cuattn.pairwise`) beside chunked NumPy or CuPy, KeOps, FlashSinkhorn, GeomLoss.
+"""Measure sums over pairs of points (`cuattn.pairwise`) beside chunked NumPy or CuPy and other packages.
 
     python -m bench.pairs                 # on a GPU
     python -m bench.pairs --device cpu
 
 Points are normal, of the case's spread, and keys the same as rows unless one is transported to the other.  ``cuattn``
 keeps float32's digits, ``cuattn-tf32`` does not; ``flash-sinkhorn`` rounds to TF32 as it does by default,
-``flash-sinkhorn-exact`` does not.  The first rows' ``error`` beside float64 is told of each.  Peers that cannot be
-imported are left out; FlashSinkhorn tries its configurations first, which takes minutes.
+``flash-sinkhorn-exact`` does not.  gpytorch's gradient has the product in front of it; GeomLoss takes KeOps where that
+is, else matrices, of up to 20,000 points.  The first rows' ``error`` beside float64 is told of each.  Peers that cannot
+be imported are left out; FlashSinkhorn tries its configurations first, which takes minutes.
 """
 
 import functools
+import importlib.util
 import math
 from typing import Any, NamedTuple
 
@@ -46,7 +48,7 @@ CASES = {
         *(Case("softmin", 3, n, eps) for n in (200_000, 1_000_000) for eps in (0.5, 0.01, 1e-4)),
         *(Case(operation, d, 50_000, math.sqrt(d)) for d in (16, 28, 64, 128) for operation in ("matvec", "gradient")),
         *(Case("softmin", d, 50_000, d / 8) for d in (16, 64, 128)),
-        *(Case("sinkhorn", 3, 100_000, eps) for eps in (0.1, 0.01)),
+        *(Case("sinkhorn", 3, n, eps) for n, eps in ((20_000, 0.1), (100_000, 0.1), (100_000, 0.01))),
     ],
     "cpu": [
         *(Case("matvec", d, 10_000, 1.0, s, t) for t in ("float32", "float64") for d in (3, 16) for s in (1.0, 100.0)),
@@ -163,10 +165,35 @@ def geomloss(case, x, y, h):
     if case.operation != "sinkhorn":
         raise ImportError(case.operation)
     x, y = (torch.from_dlpack(array) for array in (x, y))
+    on_line = importlib.util.find_spec("pykeops") is not None
+    if not on_line and case.n > 20_000:
+        raise ImportError("KeOps")
     diameter, blur = 2.0, math.sqrt(case.scale)
     scaling = (blur / diameter) ** (1 / ITERATIONS)
-    loss = SamplesLoss("sinkhorn", blur=blur, scaling=scaling, diameter=diameter, debias=False, backend="online")
+    options = dict(blur=blur, scaling=scaling, diameter=diameter, backend="online" if on_line else "tensorized")
+    loss = SamplesLoss("sinkhorn", debias=False, **options)
     return lambda: loss(x, y)
+
+
+def gpytorch(case, x, y, h):
+    """Return the call of gpytorch, whose kernel matrix lies in memory."""
+    import torch
+    from gpytorch.kernels import RBFKernel
+
+    if case.operation not in ("matvec", "gradient") or case.n > 50_000:
+        raise ImportError(case.operation)
+    x, y, h = (torch.from_dlpack(array) for array in (x, y.copy(), h))
+    kernel = RBFKernel().to(x.device)
+    kernel.lengthscale = case.scale
+
+    def product(x, y, h):
+        return (kernel(x, y) @ h[:, None])[:, 0]
+
+    def gradient():
+        given = [array.detach().requires_grad_() for array in (x, y, h)]
+        return torch.autograd.grad(product(*given), [*given, kernel.raw_lengthscale], h)
+
+    return gradient if case.operation == "gradient" else torch.no_grad()(lambda: product(x, y, h))
 
 
 RUNNERS = {
@@ -177,6 +204,7 @@ RUNNERS = {
     "flash-sinkhorn": flash_sinkhorn,
     "flash-sinkhorn-exact": functools.partial(flash_sinkhorn, tf32=False),
     "geomloss": geomloss,
+    "gpytorch": gpytorch,
 }
 
 
@@ -186,7 +214,7 @@ def runners(case, device):
     if device == "cpu" or case.d <= pairwise.pairs.DIRECT_DIM or case.operation == "gradient":
         left_out.add("cuattn-tf32")
     if device == "cpu":
-        left_out |= {name for name in RUNNERS if name.startswith(("flash", "geom"))}
+        left_out |= {name for name in RUNNERS if name.startswith(("flash", "geom", "gpy"))}
     return [name for name in RUNNERS if name not in left_out]
 
 

@@ -1,4 +1,4 @@
-"""Sums over keys for every row, on a GPU: launches of kernels/pairwise/rows.cu."""
+"""Sums over keys for every row, on a GPU: launches of kernels/pairwise/rows.cu, or :mod:`cuattn.pairwise.near`'s."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from cuattn.cuda.device import device_of
 from cuattn.cuda.launch import Kernel
 from cuattn.io_model.sizes import cdiv
+from cuattn.pairwise import near
+from cuattn.pairwise.near import address_of
 from cuattn.pairwise.pairs import Pairs, Sums, Wanted
 from cuattn.problem import DTYPES
 
@@ -111,13 +113,16 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     if pairs.is_empty or (wanted.sums and not columns):
         return nothing(xp, (*batch, n_rows), dim, columns)
     unit = pairs.function.base
+    factor = pairs.factor * unit
+    factors, factor = (None, float(factor)) if isinstance(factor, float) else (factor, 0.0)
+    if wanted.logs and near.takes(pairs, n_rows, y.shape[-2]):
+        return Sums(logs=near.log_sums(pairs, x, y, wanted.key_log, (factors, factor)))
     given = {"x": x, "y": y, "u": wanted.u, "v": wanted.v}
     given = {name: None if a is None else xp.ascontiguousarray(a.astype(work, copy=False)) for name, a in given.items()}
     for name in ("row_log", "key_log"):
         log = getattr(wanted, name)
         given[name] = None if log is None else xp.ascontiguousarray((log * _LOG2_E).astype(work, copy=False))
-    factor = pairs.factor * unit
-    given["factors"], factor = (None, float(factor)) if isinstance(factor, float) else (factor, 0.0)
+    given["factors"] = factors
     constants = tuple(constants_of(work, pairs.function.number, dim, columns, wanted).items())
     sizes = math.prod(batch), n_rows, y.shape[-2], columns
     device = pairs.origin.device
@@ -133,11 +138,6 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
         return Sums(logs=log_sum(xp, made["moments"]) / _LOG2_E)
     sums, directions, moments = (None if a is None else a[0] if len(a) == 1 else a.sum(0) for a in made.values())
     return Sums(sums, None, directions, None if moments is None else moments / unit)
-
-
-def address_of(array: Any) -> int:
-    """Return where an array is; 0 for none."""
-    return 0 if array is None else array.data.ptr
 
 
 def log_sum(xp: Any, logs: Any) -> Any:

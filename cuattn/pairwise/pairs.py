@@ -169,7 +169,12 @@ class Pairs:
         """Whether pairs may be hidden; asks no mask."""
         return self.given_mask is not None or self.window is not None
 
-    @property
+    @cached_property
+    def kept(self) -> dict[str, Any]:
+        """What a kernel's module has made of the points, for further sums over them."""
+        return {}
+
+    @cached_property
     def swapped(self) -> Pairs:
         """The call with rows and keys exchanged; it has no masks."""
         return replace(self, arrays={"x": self.spread("y"), "y": self.spread("x")})

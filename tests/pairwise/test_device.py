@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cuattn.cuda import source
-from cuattn.pairwise import device, tensor_cores
+from cuattn.pairwise import device, near, tensor_cores
 from cuattn.pairwise.functions import FUNCTIONS
 from cuattn.pairwise.pairs import Wanted
 from tests.cuda.nvrtc import compile_log, kernel_resources
@@ -46,6 +46,12 @@ def test_spills(case, arch):
     assert (used.stack, used.spill_stores) == (0, 0)
 
 
+def test_rows_in_order_spill_little():
+    """A few numbers, outside of the loop over keys."""
+    used = kernel_resources("pairwise/near.cu", tuple(near.CONSTANTS.items()), "sm_90")["pairwise_near"]
+    assert used.spill_stores <= 16
+
+
 @pytest.mark.parametrize("dim", [16, 48, 64, 128])
 @pytest.mark.parametrize("case", ["matvec", "softmin"])
 def test_products_spill_nothing(case, dim):
@@ -73,6 +79,8 @@ def test_slopes_spill_little(case, dim, most):
     ("path", "struct", "mirror", "known"),
     [
         ("pairwise/rows.cu", "PairwiseParams", device.PARAMS, constants("matvec")),
+        ("pairwise/near.cu", "NearParams", near.PARAMS, near.CONSTANTS),
+        ("pairwise/order.cu", "OrderParams", near.ORDER, {"dim": 3, "log": "double"}),
         ("pairwise/products.cu", "ProductParams", tensor_cores.PARAMS, product_constants("softmin", 64)),
         ("pairwise/prepare.cu", "PrepareParams", tensor_cores.PREPARE, product_constants("softmin", 64)),
     ],

@@ -5,6 +5,7 @@ import pytest
 
 from cuattn import masks, pairwise
 from cuattn.masks.device import is_device_array
+from cuattn.pairwise import near
 from tests.pairwise.textbook import KERNELS, Problem
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +58,23 @@ def test_logarithms(given, spread, d):
     magnitude = 4 * np.abs(exact).max() / 0.5  # of exponents, whose rounding f has
     for own, *others in zip(found, *(problem.softmin_backward(t, 0.5) for t in (wide, given)), strict=True):
         check(own, *others, 40 + magnitude)
+
+
+@pytest.mark.parametrize("eps", [0.5, 0.01, 1e-4])
+@pytest.mark.parametrize(("d", "batch"), [(1, ()), (2, (2,)), (3, ()), (3, (2, 2))])
+def test_logarithms_of_rows_in_order(monkeypatch, d, batch, eps):
+    """Rows near one another take products of tensor cores; those of the second half are too far from one another."""
+    monkeypatch.setattr(near, "_MANY", 0)
+    problem = Problem(d, 1, 1000, 1500, 1.0, batch=batch)
+    problem.x[..., 500:, :] *= 100
+    problem.h[..., 7] = -np.inf
+    exact, plain = (problem.weights(t, eps)[0] for t in (np.float64, np.float32))
+    x, y, h = up(problem.x, problem.y, problem.h)
+    found = pairwise.softmin(x, y, h, eps=eps)
+    for rows in (slice(0, 500), slice(500, None)):
+        check(found[..., rows], exact[..., rows], plain[..., rows], 2)
+    h[...] = -np.inf
+    assert (pairwise.softmin(x, y, h, eps=eps) == np.inf).all()
 
 
 @pytest.mark.parametrize("spread", [1, 10, 100])
@@ -126,9 +144,11 @@ def test_masks_scales_on_the_device_and_graphs():
     assert all(np.array_equal(one, two.get()) for one, two in zip(expected, call(), strict=True))
 
 
-def test_sinkhorn_and_operators():
+@pytest.mark.parametrize("many", [0, near._MANY])
+def test_sinkhorn_and_operators(monkeypatch, many):
     from cupyx.scipy.sparse.linalg import cg
 
+    monkeypatch.setattr(near, "_MANY", many)
     problem = Problem(3, 1, 200, 300)
     x, y, df = up(problem.x, problem.y, problem.df)
     here = pairwise.sinkhorn(problem.x, problem.y, eps=0.5, tol=1e-4)
