@@ -92,7 +92,8 @@ def add(
     out : str, optional
         Likewise of the merged arrays; l and m need not be there.
     stacked : int, optional
-        How many parts there are in the arrays of the only name in `parts`; 0: one in the arrays of each.
+        How many parts there are in the arrays of the only name in `parts`, which the launch before makes; 0: one in
+        the arrays of each.
     """
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if rows == 0:
@@ -105,7 +106,8 @@ def add(
     grid = (cdiv(rows * row_warps, _WARPS), max(cdiv(columns, 32), 1) if row_warps > 1 else 1)
     slots = {name: [f"{name}{part}" for part in parts] for name in "olm"}
     slots |= {f"{name}_out": [f"{name}{out}"] for name in "olm" if f"{name}{out}" in sequence.names}
-    sequence.add("util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, MERGE_PARAMS, values, slots)
+    launched = "util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, MERGE_PARAMS, values, slots
+    sequence.add(*launched, early=stacked > 0)
 
 
 def _add_jvps(

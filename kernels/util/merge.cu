@@ -5,6 +5,7 @@
 // 128 threads; lanes run along the parts for the weights, then along the columns.
 // Grid: rows, and groups of 32 columns (a block takes every gridDim.y-th).
 #include "attn/merge.cuh"
+#include "ptx/barrier.cuh"
 
 constexpr int kWarps = 4;
 constexpr int kRows = kWarps / cfg::row_warps;  // rows per block
@@ -30,6 +31,7 @@ extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = warp % cfg::row_warps;
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + warp / cfg::row_warps;
     const bool live = row < p.rows;
+    ptx::await_launch_before();  // which makes the parts
     const Shares<Acc> shares(
         live ? p.parts : 0, [&](int part) { return element<Acc>(p.l, part, row, p.rows); },
         [&](int part) { return element<Acc>(p.m, part, row, p.rows); });
