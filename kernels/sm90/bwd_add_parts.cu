@@ -1,4 +1,5 @@
-// dK and dV of kernels/sm90/bwd.cu for whose key tiles there were several blocks (cfg::in_parts): their parts, added in order and rounded once.
+// dK and dV of kernels/sm90/bwd.cu for whose key tiles there were several blocks (cfg::in_parts): their parts, added in order and rounded once; or the only one, to which
+// all added theirs.
 //
 // dk_acc, dv_acc: [batch][kv_heads][splits][n_keys][columns].  Grid: any; a thread takes 8 elements at a time.
 #include "attn/math.cuh"

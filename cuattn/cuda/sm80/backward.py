@@ -199,7 +199,8 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
     size = problem.dtype.itemsize
     vector = math.gcd(call.load_bytes("do", "o"), problem.head_dim_v * size)
     constants = {
-        "split_delta": False, "dbias": 0, **constants, "head_dim": head_dim, "load_bytes": max(vector, size),
+        "split_delta": False, "dbias": 0, "in_parts": False, "deterministic": False, **constants,
+        "head_dim": head_dim, "load_bytes": max(vector, size),
         "o_elem": DTYPES[problem.dtype if o is None else o.dtype].cuda, "dlse": "dlse" in call.operands,
         "warps": _THREADS // 32,
     }  # fmt: skip

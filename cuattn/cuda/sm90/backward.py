@@ -6,7 +6,7 @@ rows.  Where a row's keys are one key tile, or a block holds dq of a head, that 
 kernel computes dK and dV alone, of 128 keys or 64, and sm90/bwd_rows.cu computes dq.
 
 A block has all query heads that share its key tile.  Where that leaves multiprocessors without work, several blocks
-share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add_parts.cu adds their dK and dV up.
+share it, each with some of the heads, or with a slice of the rows.  They add their dK and dV up in memory, or sm90/bwd_add_parts.cu does in a fixed order; it rounds.
 """
 
 import functools
@@ -305,7 +305,7 @@ class Cut:
             found["dq_acc"] = Array((dq_instances, rows, self.columns), self.problem.stat_dtype)
         if self.parts > 1:
             problem = self.problem
-            parts = problem.instances // problem.group * self.parts, problem.n_keys
+            parts = problem.instances // problem.group * self.stored_parts, problem.n_keys
             found["dk_acc"] = Array((*parts, problem.head_dim), problem.stat_dtype)
             found["dv_acc"] = Array((*parts, problem.head_dim_v), problem.stat_dtype)
         if self.tail:
@@ -313,6 +313,11 @@ class Cut:
             found["dk_acc"] = Array((*keys, self.head_dim), self.problem.stat_dtype)
             found["dv_acc"] = Array((*keys, self.head_dim_v), self.problem.stat_dtype)
         return found
+
+    @property
+    def stored_parts(self) -> int:
+        """Sums of dk and dv for each key tile: of all blocks that share it, or of each."""
+        return self.parts if self.problem.deterministic else 1
 
     @property
     def part_fields(self) -> dict[str, int]:
@@ -360,7 +365,8 @@ class Cut:
     @property
     def notes(self) -> list[str]:
         """How dq is made, and who makes dk and dv if that is not one block for each key tile."""
-        shared = f"{self.parts} blocks share a key tile; their parts of dk and dv are added up in a fixed order"
+        order = "a fixed order" if self.problem.deterministic else "memory, in no fixed order"
+        shared = f"{self.parts} blocks share a key tile; their parts of dk and dv are added up in {order}"
         return [self.note, *[shared] * (self.parts > 1)]
 
     @property
@@ -461,11 +467,11 @@ class Backward(MappedCall):
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
 
     def _add_parts(self, constants: Constants) -> None:
-        """Append the launch that adds parts of dk and dv up, where several blocks shared their key tiles."""
-        problem, parts = self.problem, self.cut.parts
-        if parts == 1:
+        """Append the launch that adds parts of dk and dv up, and rounds, where several blocks shared their key tiles."""
+        problem = self.problem
+        if self.cut.parts == 1:
             return
         units = problem.instances // problem.group * problem.n_keys * row_bytes(problem) // _UNIT_BYTES
         grid = (min(cdiv(units, _SUM_THREADS), _SUM_BLOCKS * self.device.multiprocessors),)
         launched = "sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _SUM_THREADS // 32
-        self.add(*launched, {"splits": parts})
+        self.add(*launched, {"splits": self.cut.stored_parts})

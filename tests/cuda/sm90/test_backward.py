@@ -52,7 +52,8 @@ def test_query_heads_of_one_key_head_are_dealt_out(driver, head_dim, determinist
         48 // cut.parts,
         cut.parts,
     )
-    assert (add["kv_heads"], add["splits"], done["sm90/bwd.cu"].grid) == (1, cut.parts, (132,))
+    stored = cut.parts if deterministic else 1
+    assert (add["kv_heads"], add["splits"], done["sm90/bwd.cu"].grid) == (1, stored, (132,))
     for name, place in (("dk", "dk_acc"), ("dv", "dv_acc")):
         assert keys[place] == add[place] != 0 and add[f"{name}.data"]
     made = [each.constants["grad"] for each in done.values() if "grad" in each.constants]
@@ -67,11 +68,11 @@ def test_slices_of_few_heads_rows(driver):
     _, keys, add, _ = launched(driver, p, operands(p))
     made = keys.argument
     assert (made["kv_heads"], made["group"], made["splits"], made["split_tiles"]) == (4, 1, 4, 4)
-    assert (add.argument["kv_heads"], add.argument["splits"]) == (1, 4) and keys.grid == (128,)
+    assert (add.argument["kv_heads"], add.argument["splits"]) == (1, 1) and keys.grid == (128,)
 
 
 def test_parts_have_room(driver):
-    p = problem(batch=(2,), heads=12, kv_heads=2, n_queries=500, n_keys=333, head_dim_v=64)
+    p = problem(batch=(2,), heads=12, kv_heads=2, n_queries=500, n_keys=333, head_dim_v=64, deterministic=True)
     call = Backward(p, operands(p), ())
     scratch = call.cut.scratch(24)
     assert scratch["dk_acc"].shape == (4 * call.cut.parts, 333, 128) and scratch["dv_acc"].shape[-1] == 64
