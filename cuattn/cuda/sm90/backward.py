@@ -6,7 +6,8 @@ rows.  Where a row's keys are one key tile, or a block holds dq of a head, that 
 kernel computes dK and dV alone, of 128 keys or 64, and sm90/bwd_rows.cu computes dq.
 
 A block has all query heads that share its key tile.  Where that leaves multiprocessors without work, several blocks
-share it, each with some of the heads, or with a slice of the rows.  They add their dK and dV up in memory, or sm90/bwd_add_parts.cu does in a fixed order; it rounds.
+share it, each with some of the heads, or with a slice of the rows.  They add their dK and dV up in memory; where the
+order must be fixed each leaves its own, and sm90/bwd_add_parts.cuh, which rounds them, adds them up.
 """
 
 import functools
@@ -44,7 +45,7 @@ _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the firs
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
-_SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
+_UNIT_BYTES = 16  # of dk and dv that a thread rounds
 _OWNED, _OWNED_V = 3, 2  # slabs of 128 keys of which dK and dV fit into registers without dQ
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
@@ -320,6 +321,13 @@ class Cut:
         return self.parts if self.problem.deterministic else 1
 
     @property
+    def part_blocks(self) -> int:
+        """Blocks that round these sums, or add them up first."""
+        problem = self.problem
+        units = problem.instances // problem.group * problem.n_keys * row_bytes(problem) // _UNIT_BYTES
+        return cdiv(units, 32 * _CONVERT_WARPS) if self.parts > 1 else 0
+
+    @property
     def part_fields(self) -> dict[str, int]:
         """Fields of ``Params`` of the kernel of keys alone, to which a part is a head of k and v."""
         problem, parts, slices = self.problem, self.parts, self.slices
@@ -440,12 +448,16 @@ class Backward(MappedCall):
         if by_score and by_score.main_constants:
             path, constants = "sm90/bwd_weights.cu", constants | by_score.main_constants
         of_keys, fields = constants | cut.part_constants, {**counts, **cut.part_fields}
+        stored = {"splits": cut.stored_parts}
         launched = path, "attention_backward", of_keys, work * cut.parts, key_warps, fields, keys[:2]
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
-        self._add_parts(constants)
+        if not cut.adds_dq and cut.part_blocks:
+            self.add(
+                "sm90/bwd_add_parts.cu", "backward_add_parts", constants, (cut.part_blocks,), _CONVERT_WARPS, stored
+            )
         whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
             dbias.finish(whole)
@@ -455,9 +467,11 @@ class Backward(MappedCall):
             by_score.add(self, whole, 0)
         if cut.adds_dq:
             shared = cut.tail.tiles * sum(cut.slabs) if cut.tail else 0
-            grid = (keys.counts["row_tiles"] * dq_instances + shared,)
+            grid = (keys.counts["row_tiles"] * dq_instances + shared + cut.part_blocks,)
             convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
-            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts | cut.tail_fields)
+            self.add(
+                convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts | cut.tail_fields | stored
+            )
         elif not cut.fused:
             own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
             work = rows.counts["row_tiles"] * problem.instances
@@ -465,13 +479,3 @@ class Backward(MappedCall):
             self.add_mapped(*launched, rows.shared_bytes, ("dq",), early=True)
         notes = [*cut.notes, *(by_score.notes if by_score else [])]
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
-
-    def _add_parts(self, constants: Constants) -> None:
-        """Append the launch that adds parts of dk and dv up, and rounds, where several blocks shared their key tiles."""
-        problem = self.problem
-        if self.cut.parts == 1:
-            return
-        units = problem.instances // problem.group * problem.n_keys * row_bytes(problem) // _UNIT_BYTES
-        grid = (min(cdiv(units, _SUM_THREADS), _SUM_BLOCKS * self.device.multiprocessors),)
-        launched = "sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _SUM_THREADS // 32
-        self.add(*launched, {"splits": self.cut.stored_parts})
