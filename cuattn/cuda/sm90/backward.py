@@ -426,7 +426,7 @@ class Backward(MappedCall):
 
     def prepare(self) -> Plan:
         problem, cut = self.problem, self.cut
-        keys, rows, constants = cut.keys, cut.rows, cut.constants
+        keys, constants = cut.keys, cut.constants
         dq_instances = math.prod(self.operands["q"].shape[:-2])
         dbias = BiasGradient(self, cut.bias.gradient) if "bias" in self.operands else None
         scratch, counts = cut.scratch(dq_instances), keys.counts
@@ -448,16 +448,11 @@ class Backward(MappedCall):
         if by_score and by_score.main_constants:
             path, constants = "sm90/bwd_weights.cu", constants | by_score.main_constants
         of_keys, fields = constants | cut.part_constants, {**counts, **cut.part_fields}
-        stored = {"splits": cut.stored_parts}
         launched = path, "attention_backward", of_keys, work * cut.parts, key_warps, fields, keys[:2]
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
-        if not cut.adds_dq and cut.part_blocks:
-            self.add(
-                "sm90/bwd_add_parts.cu", "backward_add_parts", constants, (cut.part_blocks,), _CONVERT_WARPS, stored
-            )
         whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
             dbias.finish(whole)
@@ -465,17 +460,25 @@ class Backward(MappedCall):
             each.add(whole)
         if by_score:
             by_score.add(self, whole, 0)
-        if cut.adds_dq:
-            shared = cut.tail.tiles * sum(cut.slabs) if cut.tail else 0
-            grid = (keys.counts["row_tiles"] * dq_instances + shared + cut.part_blocks,)
-            convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
-            self.add(
-                convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts | cut.tail_fields | stored
-            )
-        elif not cut.fused:
-            own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
-            work = rows.counts["row_tiles"] * problem.instances
-            launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
-            self.add_mapped(*launched, rows.shared_bytes, ("dq",), early=True)
+        self._finish(constants, dq_instances)
         notes = [*cut.notes, *(by_score.notes if by_score else [])]
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
+
+    def _finish(self, constants: Constants, dq_instances: int) -> None:
+        """Append what makes dq of its sums, or anew, and rounds dk and dv of key tiles that several blocks shared."""
+        problem, cut, rows = self.problem, self.cut, self.cut.rows
+        counts, stored = cut.keys.counts, {"splits": cut.stored_parts}
+        if cut.adds_dq:
+            shared = cut.tail.tiles * sum(cut.slabs) if cut.tail else 0
+            grid = (counts["row_tiles"] * dq_instances + shared + cut.part_blocks,)
+            convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
+            fields = counts | cut.tail_fields | stored
+            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, fields)
+        elif cut.part_blocks:
+            grid = (cut.part_blocks,)
+            self.add("sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _CONVERT_WARPS, stored)
+        if not cut.fused:
+            own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
+            work = rows.counts["row_tiles"] * problem.instances
+            launched = "sm90/bwd_rows.cu", "backward_rows", own, work, 4 * (_WARPGROUPS + 1), rows.counts, rows[:2]
+            self.add_mapped(*launched, rows.shared_bytes, ("dq",), early=True)
