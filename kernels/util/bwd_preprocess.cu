@@ -19,8 +19,9 @@ constexpr bool kSplitStat = sizeof(cfg::elem) >= 4;
 constexpr int kThreads = 32 * cfg::warps;
 constexpr int kVector = cfg::load_bytes / int(sizeof(cfg::elem));
 
-// Blocks that share a multiprocessor: the more, the more loads are under way, up to where registers would spill.
+// Blocks that share a multiprocessor: the more, the more loads are under way, up to where registers would spill; of few there are no more.
 constexpr int blocks() {
+    if (cfg::warps > 8) return 2;
 #if __CUDA_ARCH__ >= 900
     if (kVector == 8 && cfg::head_dim_v <= 256) return !same_type<cfg::o_elem, __nv_bfloat16> || cfg::dlse || __CUDA_ARCH__ > 900 ? 4 : 6;
     if (sizeof(cfg::elem) == 4) return 4;

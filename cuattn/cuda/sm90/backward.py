@@ -45,6 +45,7 @@ _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the firs
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
+_FEW_PARTS = 2
 _UNIT_BYTES = 16  # of dk and dv that a thread rounds
 _OWNED, _OWNED_V = 3, 2  # slabs of 128 keys of which dK and dV fit into registers without dQ
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
@@ -251,6 +252,8 @@ class Cut:
         heads, rows = problem.instances // problem.group * self.parts, problem.n_queries * problem.group // self.parts
         differ = problem.group > 1 and problem.band is not None
         least = side_by_side(problem.n_keys, block_n, self._multiprocessors) if differ else 1
+        if self.parts > _FEW_PARTS:
+            least = max(least // 2, 1)  # what ends last is shorter, and the cache counts
         counts = self._counts((block_m, block_n), max(rows, 1) * self._moved, heads, least)
         return Tile(block_m, block_n, size, counts)
 
