@@ -144,6 +144,8 @@ TANGENTS = (  # in every dtype: jvp, the gradients with their tangents, a double
     feature(n_queries=330, n_keys=300, is_causal="bottom_right"),
     feature(dv=40, batch=2, n_queries=150, n_keys=170, mask="seen", window=(30, 20, "top_left")),
     feature(kv_heads=1, n_queries=150, n_keys=170, mask="blocks", deterministic=True),
+    feature(d=128, n_queries=150, n_keys=1100, mask="seen"),  # Hopper's first rows in parts, or first keys
+    feature(n_queries=1100, n_keys=150, mask="hostile"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,8 @@ from cuattn.plans import Plan
 from cuattn.problem import BACKWARD, FORWARD, JVP, OPERATIONS, Options, Origin
 from cuattn.results import Forward, Gradients, Jvp
 from cuattn.rng import RNGState, recorded
+
+_options, _forward = partial(tuple.__new__, Options), partial(tuple.__new__, Forward)  # `_make` in half the time
 
 ArrayT = TypeVar("ArrayT")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -147,10 +150,14 @@ def attention(
     >>> cuattn.attention(q, q, q, is_causal=True).shape
     (2, 4, 16)
     """
-    options = Options._make(
+    options = _options(
         (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, False, None, False, 0)
     )
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    arrays = {"q": q, "k": k, "v": v}
+    if bias is not None:
+        arrays["bias"] = bias
+    if mask is not None:
+        arrays["mask"] = mask
     return dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))[0][0]
 
 
@@ -218,12 +225,16 @@ def forward(
     >>> fwd.l, fwd.m
     (array([4., 4., 4., 4.], dtype=float32), array([4., 4., 4., 4.], dtype=float32))
     """
-    options = Options._make(
+    options = _options(
         (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, False, 0)
     )
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
+    arrays = {"q": q, "k": k, "v": v}
+    if bias is not None:
+        arrays["bias"] = bias
+    if mask is not None:
+        arrays["mask"] = mask
     (o, l, m), state = dispatch.compute(Call(FORWARD, arrays, options, rng, origin, out, score, score_args))
-    return Forward(o, l, m, state)
+    return _forward((o, l, m, state))
 
 
 @public
@@ -307,10 +318,16 @@ def backward(
     array([1., 1., 1.], dtype=float32)
     """
     o, l, m, state = unpacked("fwd", fwd)
-    options = Options(
-        is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
+    options = _options(
+        (is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic, 0)
     )
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "o": o, "l": l, "m": m, "dlse": dlse}
+    arrays = {"q": q, "k": k, "v": v, "do": do, "o": o, "l": l, "m": m}
+    if bias is not None:
+        arrays["bias"] = bias
+    if mask is not None:
+        arrays["mask"] = mask
+    if dlse is not None:
+        arrays["dlse"] = dlse
     call = Call(BACKWARD, arrays, options, state, origin, out, score, score_args)
     results, _ = dispatch.compute(call)
     return gradients(call, results)
@@ -465,7 +482,6 @@ def plan(
     options = Options(
         is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype, deterministic
     )
-    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    if "tq" in OPERATIONS[direction].optional:
-        arrays |= {"tq": q, "tk": k, "tv": v, "tbias": bias}
-    return dispatch.plan(Call(OPERATIONS[direction], arrays, options, rng, origin, None, score, score_args))
+    arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "tq": q, "tk": k, "tv": v, "tbias": bias}
+    operation = OPERATIONS[direction]
+    return dispatch.plan(Call(operation, operation.given(arrays), options, rng, origin, None, score, score_args))

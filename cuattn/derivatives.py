@@ -94,7 +94,9 @@ def jvp(
     """
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, out_dtype)
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "tq": tq, "tk": tk, "tv": tv, "tbias": tbias}
-    results, state = dispatch.compute(Call(JVP, arrays, options, rng, origin, out, score, score_args, tscore_args))
+    results, state = dispatch.compute(
+        Call(JVP, JVP.given(arrays), options, rng, origin, out, score, score_args, tscore_args)
+    )
     o, l, m, to, tlse = results
     return Jvp(o, l, m, state, to, tlse)
 
@@ -196,7 +198,9 @@ def backward_jvp(
         "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "do": do, "o": o, "l": l, "m": m, "to": to, "tlse": tlse,
         "dlse": dlse, "tq": tq, "tk": tk, "tv": tv, "tbias": tbias, "tdo": tdo,
     }  # fmt: skip
-    call = Call(BACKWARD_JVP, arrays, options, state, origin, _pair(out), score, score_args, tscore_args)
+    call = Call(
+        BACKWARD_JVP, BACKWARD_JVP.given(arrays), options, state, origin, _pair(out), score, score_args, tscore_args
+    )
     results, _ = dispatch.compute(call)
     half = len(results) // 2
     return gradients(call, results[:half]), gradients(call, results[half:])
@@ -307,11 +311,12 @@ def double_backward(
     options = Options(is_causal, window, scale, softcap, dropout_p, enable_gqa, precision, kernel, True, sums)
     tangents = {"tq": gdq, "tk": gdk, "tv": gdv, "tbias": gdbias}
     arrays = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    first = Call(_JVP_OF_DOUBLE, {**arrays, **tangents}, options, state, origin, None, score, score_args, gdscore)
+    arrays |= tangents
+    first = Call(_JVP_OF_DOUBLE, _JVP_OF_DOUBLE.given(arrays), options, state, origin, None, score, score_args, gdscore)
     (o, l, m, to, tlse), _ = dispatch.compute(first)
-    arrays |= {"do": do, "o": o, "l": l, "m": m, "to": to, "tlse": tlse, "dlse": dlse, **tangents}
+    arrays |= {"do": do, "o": o, "l": l, "m": m, "to": to, "tlse": tlse, "dlse": dlse}
     options = options._replace(out_dtype=out_dtype, deterministic=deterministic)
-    call = Call(DOUBLE_BACKWARD, arrays, options, state, origin, out, score, score_args, gdscore)
+    call = Call(DOUBLE_BACKWARD, DOUBLE_BACKWARD.given(arrays), options, state, origin, out, score, score_args, gdscore)
     (ddo, *results), _ = dispatch.compute(call)
     own, of_score = (results, ()) if call.score is None else call.score.divide(results)
     double = DoubleGradients(ddo, *own)

@@ -56,55 +56,61 @@ def _is_mask(kind: type) -> bool:
     return issubclass(kind, Mask)
 
 
-@dataclass(slots=True)
 class Call:
     """One call of an operation, as the caller made it.
 
-    Attributes
+    Parameters
     ----------
     operation : Operation
-    arrays : dict of str to array or None
-        Its operands by name, in the order of `operation.inputs`; of a call that is only planned those up to mask.
-        A mask that is no array is moved to `masks`, or to `function` until `take_functions` was called.
+    arrays : dict of str to array
+        Those of its operands that there are by name, in the order of `operation.inputs`; of a call that is only planned
+        without those that the operation adds.  A mask that is no array is moved to `masks`, or to `function` until
+        `take_functions` was called; arrays among `score_args` and their tangents are added.
     options : Options
-    random : object
+    random : object, optional
         The argument rng or, where dropout is replayed, the forward's state.
-    origin : Origin | None
-    out : object
+    origin : Origin, optional
+    out : object, optional
         Where results are wanted: one array, or a sequence with an item for each result; None for new arrays.
-    score, score_args, tscore_args : object
+    score, score_args, tscore_args : object, optional
         The arguments; a function is made a `Score`.
+
+    Attributes
+    ----------
     masks : tuple of Mask
         Those that are no arrays.
     function : callable or None
         A mask that is ``visible(b, h, i, j)``.
     """
 
-    operation: Operation
-    arrays: dict[str, Any]
-    options: Options
-    random: Any = None
-    origin: Origin | None = None
-    out: Any = None
     score: Any = None
-    score_args: Any = ()
-    tscore_args: Any = None
     masks: tuple[Mask, ...] = ()
     function: Any = None
 
-    def __post_init__(self) -> None:
-        if self.score is not None or type(self.score_args) is not tuple or self.score_args:
-            self.score = _scoring().Score(self.score, self.score_args, self.arrays, self.operation, self.tscore_args)
-        elif self.tscore_args is not None:
-            label = self.operation.label("tscore_args")
-            raise ArgumentError(f"{label} is given but score is None; expected None")
-        mask = self.arrays["mask"]
-        if mask is None:
-            return
-        if _is_mask(type(mask)):
-            self.masks, self.arrays["mask"] = mask.parts, None
-        elif callable(mask):
-            self.function, self.arrays["mask"] = mask, None
+    def __init__(
+        self,
+        operation: Operation,
+        arrays: dict[str, Any],
+        options: Options,
+        random: Any = None,
+        origin: Origin | None = None,
+        out: Any = None,
+        score: Any = None,
+        score_args: Any = (),
+        tscore_args: Any = None,
+    ) -> None:
+        self.operation, self.arrays, self.options = operation, arrays, options
+        self.random, self.origin, self.out = random, origin, out
+        if "mask" in arrays:
+            mask = arrays["mask"]
+            if _is_mask(type(mask)):
+                self.masks = arrays.pop("mask").parts
+            elif callable(mask):
+                self.function = arrays.pop("mask")
+        if score is not None or type(score_args) is not tuple or score_args:
+            self.score = _scoring().Score(score, score_args, arrays, operation, tscore_args)
+        elif tscore_args is not None:
+            raise ArgumentError(f"{operation.label('tscore_args')} is given but score is None; expected None")
 
     @property
     def has_runs(self) -> bool | None:
@@ -195,20 +201,21 @@ def _compiler() -> tuple[Any, Any]:
 
 
 def _run(call: Call) -> tuple[list[Any], Any]:
+    score = call.score
     if call.out is not None or (call.origin is not None and call.has_runs):
         return _compute(call)
-    seen = interop.signature(call.arrays.values())
-    if seen is None or (call.score is not None and not call.score.recall()):
+    seen = interop.signature(call.arrays)
+    if seen is None or (score is not None and not score.recall()):
         return _compute(call)
     layouts, addresses = seen
-    if call.function is not None or call.score is not None:
+    if score is not None or call.function is not None:
         call.take_functions(call.arrays)
     known = _cell(call, layouts)
-    origin = known.origin
+    origin, problem = known.origin, known.problem
     if origin is None:
         return _compute(call, known, addresses)
-    state = _state(call, known.problem)
-    place = None if call.origin is None else place_of(known.problem, call.origin)
+    state = _state(call, problem) if problem.dropout or call.random is not None else None
+    place = None if call.origin is None else place_of(problem, call.origin)
     if origin.backend == "cpu":
         return _on_host(call, known, call.arrays, origin, state, place), state
     if origin.is_current:
@@ -250,8 +257,7 @@ def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[
                 known.origin = origin
         else:
             operands = bind(problem, views)
-            inputs = {**operands, "mask": views["mask"]}
-            _, addresses = interop.signature([inputs.get(name) for name in call.arrays])
+            _, addresses = interop.signature({name: operands.get(name, array) for name, array in views.items()})
             if known.sequence is None:
                 given = bind(problem, _operands(call, views, origin))
                 known.sequence = known.backend.launch_sequence(problem, given, _all_masks(call, views))
@@ -301,11 +307,11 @@ def _state(call: Call, problem: Problem) -> Any:
 
 def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayOrigin]:
     """Return NumPy or CuPy views of a call's arrays by name; `outputs` takes those in which results are wanted."""
-    label, needed = call.operation.label, {"q", "k", "v", *call.operation.operands}
-    named = {label(name): array for name, array in call.arrays.items() if array is not None or name in needed}
+    label = call.operation.label
+    named = {label(name): array for name, array in call.arrays.items()}
     views, origin = interop.to_backend({**named, **outputs.given})
     taken = outputs.take(views)
-    return {name: taken.get(label(name)) for name in call.arrays}, origin
+    return {name: taken[label(name)] for name in call.arrays}, origin
 
 
 def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _Known:
@@ -316,7 +322,7 @@ def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _K
     call.take_functions(views)
     if has_runs:
         _fold(call, views)
-    layouts, _ = interop.signature(views.values())
+    layouts, _ = interop.signature(views)
     known = _cell(call, layouts)
     if known.problem is None:
         operands = _operands(call, views, origin)
@@ -332,7 +338,7 @@ def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _K
 
 def _all_masks(call: Call, views: dict[str, Any]) -> tuple:
     """Return the masks of a call, an array among them, too."""
-    return call.masks if views["mask"] is None else (*call.masks, borrowed_mask(views["mask"]))
+    return (*call.masks, borrowed_mask(views["mask"])) if "mask" in views else call.masks
 
 
 def _fold(call: Call, views: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,7 +13,7 @@ from cuattn.errors import ArgumentError, DtypeError, expect_array, shown
 from cuattn.masks.device import upload
 from cuattn.masks.function import live
 from cuattn.problem import Operation, ScoreFunction
-from cuattn.tracing import MASK, SCORE, Bound, Frozen, Traced, recall, signed, trace
+from cuattn.tracing import MASK, SCORE, Bound, Frozen, Traced, look_of, recall, trace
 from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
 from cuattn.tracing.proxy import kind_of
@@ -51,6 +50,7 @@ class Score:
     known = False
     traced: Traced | None = None
     visible: Frozen | None = None
+    _given: tuple[int, ...] = ()  # arguments that have a tangent
 
     def __init__(
         self, function: Any, args: Any, arrays: dict[str, Any], operation: Operation, tangents: Any = None
@@ -64,14 +64,15 @@ class Score:
         if not callable(function):
             raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
         self._function, self._args, self._operation = function, args, operation
-        self._own = len(arrays)
-        for index, value in enumerate(args):
+        own = len(arrays)
+        for name, value in zip(_NAMES, args, strict=False):
             if hasattr(value, "__dlpack__"):
-                arrays[_NAMES[index]] = value
-        self._all = len(arrays)
-        named = self._named(tangents) if tangents is not None else {}
-        self._given = {index for index, value in enumerate(named.values()) if value is not None}
-        arrays |= named
+                arrays[name] = value
+        self._count = len(arrays) - own
+        if tangents is not None:
+            named = self._named(tangents)
+            self._given = tuple([index for index, value in enumerate(named.values()) if value is not None])
+            arrays |= {name: value for name, value in named.items() if value is not None}
 
     def _named(self, tangents: Any) -> dict[str, Any]:
         """Return the tangents of the arguments by name."""
@@ -83,7 +84,7 @@ class Score:
 
     def recall(self) -> bool:
         """Take what is known of the function; return whether nothing is left to trace."""
-        found = recall(self._function, signed(SCORE, self._args, _copied))
+        found = recall(self._function, look_of(SCORE, self._args, _copied))
         if found is not None:
             self._take(found)
         return self.known
@@ -116,7 +117,7 @@ class Score:
 
     def check_tangents(self, views: dict[str, Any]) -> None:
         """Check the tangents of arguments, given views of the call's arrays."""
-        for index in sorted(self._given):
+        for index in self._given:
             name, array = _NAMES[index], views.get(_NAMES[index])
             label, tangent = self._operation.label(_TANGENTS[index]), views[_TANGENTS[index]]
             if array is None or kind_of(array.dtype) != "f":
@@ -138,10 +139,15 @@ class Score:
         arrays = [operands[name] for name in ScoreFunction.names_of((*self.traced.arrays, *self.tangents))]
         return Bound(self.traced.split[1], tuple(arrays), self.numbers, self.traced.spans)
 
-    def _by_slot(self, values: list[Any], captured: Sequence[Any]) -> list[Any]:
-        """Return what belongs to the function's arrays from what belongs to the call's and to those it captures."""
-        own, order = self._own, enumerate(self.traced.order)
-        return [captured[slot] if n < 0 else values[own + n] for slot, n in order]
+    def _by_slot(self, values: list[Any], captured: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Divide what belongs to the call's arrays that there are: into its own, and the function's with `captured`."""
+        first = len(values) - len(self._given)
+        own, args = values[: first - self._count], values[first - self._count : first]
+        if self.traced is None:
+            return own, []
+        tangents = dict(zip(self._given, values[first:], strict=True))
+        arrays = [captured[slot] if n < 0 else args[n] for slot, n in enumerate(self.traced.order)]
+        return own, [*arrays, *[tangents[index] for index in self.tangents.values()]]
 
     def given(self, addresses: list[int], device: int) -> tuple[list[int], tuple[Any, ...], tuple[Any, ...]]:
         """Return what a launch on a GPU is given, from the addresses of the call's arrays.
@@ -154,23 +160,19 @@ class Score:
             What some of them belong to.
         numbers : tuple
         """
-        if self.traced is None:
-            return addresses[: self._own], (), ()
-        if self.traced.in_order and len(addresses) == self._all:  # no tangents
+        traced = self.traced
+        if traced and traced.in_order and not self._given:
             return addresses, (), self.numbers
-        captured, places = _captured(self.traced, device)
-        tangents = [addresses[self._all + index] for index in self.tangents.values()]
-        return addresses[: self._own] + self._by_slot(addresses, places) + tangents, captured, self.numbers
+        captured, places = _captured(traced, device) if traced else ((), ())
+        own, arrays = self._by_slot(addresses, places)
+        return own + arrays, captured, self.numbers
 
     def operands(self, views: dict[str, Any], origin: interop.ArrayOrigin) -> dict[str, Any]:
         """Return the call's arrays, and captured ones, by a backend's names."""
-        own = dict(itertools.islice(views.items(), self._own))
-        if self.traced is None:
-            return own
-        captured, _ = _captured(self.traced, None if origin.backend == "cpu" else origin.device)
-        arrays = self._by_slot(list(views.values()), captured)
-        arrays += [views[_TANGENTS[index]] for index in self.tangents.values()]
-        return own | dict(zip(ScoreFunction.names_of(arrays), arrays, strict=True))
+        device = None if origin.backend == "cpu" else origin.device
+        captured, _ = _captured(self.traced, device) if self.traced else ((), ())
+        own, arrays = self._by_slot(list(views.values()), captured)
+        return dict(zip(views, own, strict=False)) | dict(zip(ScoreFunction.names_of(arrays), arrays, strict=True))
 
     def divide(self, results: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
         """Divide a backward's results into those by operands and those by the function's arguments, which come last."""

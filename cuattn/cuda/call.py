@@ -114,10 +114,12 @@ class Call:
         for name, array in self.arrays.items():
             if not ScoreFunction.has(name) and name not in _OWN:
                 self._fields |= layout_fields(name, steps_of(array), self.axes, len(problem.batch))
-        inputs, score = operation.inputs, problem.score
+        score, given = problem.score, {*self.operands, *["mask" for mask in self._given_masks if mask.unowned]}
+        absent = {"bias", "mask", *operation.optional} - given
+        inputs = [name for name in operation.inputs if name not in absent]
         self.functions = None if score is None else Functions(problem, self.operands, arithmetic)
         self.sequence = LaunchSequence(
-            self.device.number, inputs if score is None else (*inputs, *score.names), results, scratch, counters,
+            self.device.number, inputs if score is None else [*inputs, *score.names], results, scratch, counters,
             problem, self.functions,
         )  # fmt: skip
         self.slots = slots_of(name for name in self.sequence.names if name != "mask")

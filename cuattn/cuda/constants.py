@@ -96,6 +96,7 @@ name                    type     meaning
 ``owner``               int      along tangents: what a block of the backward sums (kernels/sm80/bwd_jvp.cuh)
 ``keys_own``            bool     sm90 likewise: dk and dv, else dq
 ``one_pass``            bool     likewise: the launch for dk and dv adds dq up in memory, in no fixed order
+``first_parts``         int      likewise: parts of a head's first tile of rows, or of keys
 ``unit``                int      sm90 along tangents: rows whose numbers lie together
 ``whole_loads``         bool     likewise: rows of o, do and their tangents may be read by 16 bytes
 ``moves``               bool     scores have a tangent

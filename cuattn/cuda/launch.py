@@ -3,7 +3,9 @@
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +19,14 @@ _WORD = 8  # bytes
 _DESCRIBED = 64  # sets of addresses whose descriptions a kernel keeps
 
 
-class Piece(NamedTuple):
+@dataclass(slots=True)
+class Piece:
     """Arguments of a launch in memory: a struct's words, and behind them the address of each argument."""
 
     words: memoryview
     halves: memoryview  # the same, in 32 bits each
     arguments: int  # where the addresses are
+    tables: Sequence[int] = ()  # those of tables that it holds
 
 
 class Kernel:
@@ -46,6 +50,8 @@ class Kernel:
     maps : sequence of (str, callable), optional
         Further arguments: an address, and a function of it that describes the array there.  A kernel that takes some
         is compiled for the device's exact architecture, as ``sm_90a``.
+    tables : mapping of str to int, optional
+        The numbers of further addresses, of tables of masks, which many launches share.
     exact : bool, optional
         Whether any other kernel is.
     traced : str, optional
@@ -76,6 +82,7 @@ class Kernel:
         *,
         shared_bytes: int = 0,
         maps: Sequence[tuple[str, Callable[[int], Any]]] = (),
+        tables: Mapping[str, int] = MappingProxyType({}),
         exact: bool = False,
         traced: str = "",
         early: bool = False,
@@ -86,11 +93,13 @@ class Kernel:
         for name, value in values.items():
             record[name] = value
         self._template = np.frombuffer(record.tobytes(), np.uint64)
-        self._slots = [
-            (word, names[name])
+        named = [
+            (word, name)
             for slot, taken in slots.items()
             for word, name in enumerate([taken] if isinstance(taken, str) else taken, dtype.fields[slot][1] // _WORD)
         ]
+        self._slots = [(word, names[name]) for word, name in named if name not in tables]
+        self._table_slots = [(word, tables[name]) for word, name in named if name in tables]
         self._mapped = [names[name] for name, _ in maps]
         self._described = functools.lru_cache(_DESCRIBED)(functools.partial(_described, [each for _, each in maps]))
         self._idle: list[Piece] = []  # arguments that no launch is being made of
@@ -116,13 +125,22 @@ class Kernel:
         words = memoryview(storage)
         return Piece(words, words.cast("B").cast("I"), storage.ctypes.data + _WORD * size)
 
-    def launch(self, addresses: Sequence[int], stream: int, changes: Iterable[Change] = (), keep: bool = True) -> None:
+    def launch(
+        self,
+        addresses: Sequence[int],
+        stream: int,
+        tables: Sequence[int] = (),
+        changes: Iterable[Change] = (),
+        keep: bool = True,
+    ) -> None:
         """Launch on the stream with that handle, on the current device.
 
         Parameters
         ----------
         addresses : sequence of int
         stream : int
+        tables : sequence of int, optional
+            Further addresses; nobody changes this object.
         changes : iterable of Change, optional
             Further words of the first argument.
         keep : bool, optional
@@ -140,6 +158,10 @@ class Kernel:
         words = piece.words
         for word, index in self._slots:
             words[word] = addresses[index]
+        if tables is not piece.tables:
+            for word, index in self._table_slots:
+                words[word] = tables[index]
+            piece.tables = tables
         for half, value in changes:
             piece.halves[half] = value
         maps = ()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,15 @@ from cuattn.cuda.arguments import Array, Change, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
 from cuattn.cuda.functions import Functions
 from cuattn.cuda.launch import Kernel
-from cuattn.cuda.tables import Kept, MaskTables
+from cuattn.cuda.tables import KeptTables, MaskTables, kept_of
 from cuattn.errors import UnsupportedError
 from cuattn.io_model.sizes import align_up
 from cuattn.masks.device import upload
 from cuattn.problem import Place, Problem
 
 _COUNTER_BYTES = 4
+_NO_TABLES = KeptTables((), ())
+_numbers = count()
 _RUNS_KEPT = 256  # shards whose rows or keys come in runs
 
 
@@ -72,6 +74,7 @@ class LaunchSequence:
     ) -> None:
         self.device, self.inputs, self.results = device, tuple(inputs), results
         self._problem, self._functions = problem, functions
+        self._number, self._place = next(_numbers), f"cuda:{device}"
         self._tables: list[MaskTables] = []
         self._kernels: list[Kernel] = []
         *self._offsets, self.scratch_bytes = accumulate(
@@ -84,19 +87,22 @@ class LaunchSequence:
 
     def add(self, *launched: Any, tables: MaskTables | None = None, **more: Any) -> None:
         """Append a launch: arguments of :class:`Kernel`, and the tables of masks that it reads."""
-        names = self.names
+        numbers = {}
         if tables is not None:
             if tables not in self._tables:
                 self._tables.append(tables)
             before = self._tables[: self._tables.index(tables)]
-            first = len(names) + sum(len(other.slots) for other in before)
-            names = {**names, **{slot: number for number, slot in enumerate(tables.slots, first)}}
-        self._kernels.append(Kernel(self.device, names, *launched, **more))
+            numbers = {slot: n for n, slot in enumerate(tables.slots, sum(len(other.slots) for other in before))}
+        self._kernels.append(Kernel(self.device, self.names, *launched, tables=numbers, **more))
 
     @property
     def workspace_bytes(self) -> int:
         """Memory beyond arguments and results, with the tables that masks keep and without a stream's counters."""
-        return self.scratch_bytes + sum(table.nbytes for table in self._tables)
+        return self.scratch_bytes + self._table_bytes
+
+    @property
+    def _table_bytes(self) -> int:
+        return sum(table.nbytes for table in self._tables)
 
     def run(
         self,
@@ -120,7 +126,7 @@ class LaunchSequence:
             captured graph goes on using.
         stream : cupy.cuda.Stream
         addresses : sequence of int
-            Of the inputs, 0 for an array that is absent.
+            Of the inputs.
         masks : sequence of Mask, optional
             All but a caller's own boolean array, which is the input "mask".
         state : RNGState, optional
@@ -139,60 +145,65 @@ class LaunchSequence:
         """
         handle = stream.ptr
         capturing = handle > 1 and stream.is_capturing()  # the legacy default stream cannot be captured
-        shift, needed, kept = 0 if place is None else place.shift, self.scratch_bytes, ()
-        changes: list[Change] = []
+        needed, shift, changes, kept = self.scratch_bytes, 0, (), _NO_TABLES
         if state is not None or place is not None:
             changes, blocks = self._told(state, place)
-            held = (*held, *blocks)
+            shift, held = 0 if place is None else place.shift, (*held, *blocks)
         if self._tables:
-            kept, more = self._kept(masks, shift, stream, capturing)
-            needed += more
+            kept = self._kept(masks, shift, stream, capturing)
+            needed += 0 if kept else self._table_bytes
         if capturing:
-            held = (*held, *kept)
+            held = (*held, kept)
             needed += self._counter_bytes
         results, places, keep = allocate(needed, capturing, held)
-        free = places.pop()
+        known = [0, *addresses, *places]
+        free = known.pop()
         if not self._kernels:  # there is nothing to compute
             self._zero_results(places, stream)
-        known = [0, *addresses, *places]
         if self._offsets:
             known += [free + offset for offset in self._offsets]
         if self._counter_bytes:
             known.append(self._counters(stream, free + needed - self._counter_bytes if capturing else 0))
-        if None in kept:
-            known += self._filled(kept, masks, known[self._plain], shift, free + self.scratch_bytes, stream)
+        if kept:
+            tables = kept.addresses
         else:
-            for found in kept:
-                known += found.addresses
+            tables = self._filled(masks, known[self._plain], shift, free + self.scratch_bytes, stream)
         with_numbers = [*changes, *self._functions.changes(numbers)] if numbers else changes
         for kernel in self._kernels:
             own = with_numbers if kernel.is_traced else changes if kernel.is_placed else ()
-            kernel.launch(known, handle, own, place is None)
+            kernel.launch(known, handle, tables, own, place is None)
         del keep
         return results
 
-    def _kept(self, masks: Sequence[Any], shift: int, stream: Any, capturing: bool) -> tuple[list[Kept | None], int]:
-        """Return the tables that masks keep, None in place of the call's own, and the memory that these take."""
-        kept = [table.find(masks, shift, stream, capturing) for table in self._tables]
-        if None not in kept:
-            return kept, 0
-        return kept, sum(table.nbytes for table, found in zip(self._tables, kept, strict=True) if found is None)
+    def _kept(self, masks: Sequence[Any], shift: int, stream: Any, capturing: bool) -> KeptTables | None:
+        """Return the tables that masks keep, or None where the call must fill tables of its own.
 
-    def _filled(
-        self, kept: Sequence[Kept | None], masks: Sequence[Any], plain: int, shift: int, free: int, stream: Any
-    ) -> list[int]:
-        """Return the addresses of tables that masks keep, and of the call's own, filled where memory is free."""
+        It must for a caller's boolean array, which may change from call to call, and may have to while `stream` is
+        captured.
+        """
+        if not self._tables[0].lasting:
+            return None
+        cell = kept_of(masks, self._place)(self._number, shift, *map(id, masks[1:]))
+        if not cell:
+            made = [table.find(masks, shift, stream, capturing) for table in self._tables]
+            if None in made:
+                return None
+            cell.append(KeptTables(made, [address for table in made for address in table.addresses]))
+        for table in cell[0].tables:
+            if table.home is not stream:
+                table.use(stream)
+        return cell[0]
+
+    def _filled(self, masks: Sequence[Any], plain: int, shift: int, free: int, stream: Any) -> list[int]:
+        """Return the addresses of the call's own tables, filled where memory is free."""
         known = []
-        for table, found in zip(self._tables, kept, strict=True):
-            if found is None:
-                known += table.fill(table.sources(masks, plain, stream), shift, free, stream)
-                free += table.nbytes
-            else:
-                known += found.addresses
+        for table in self._tables:
+            known += table.fill(table.sources(masks, plain, stream), shift, free, stream)
+            free += table.nbytes
         return known
 
     def _zero_results(self, addresses: Sequence[int], stream: Any) -> None:
-        for array, address in zip(self.results.values(), addresses, strict=True):
+        for array, address in zip(self.results.values(), addresses, strict=False):
             zero(address, array.nbytes, stream)
 
     def _counters(self, stream: Any, own: int) -> int:

@@ -7,9 +7,9 @@ import functools
 import math
 import weakref
 from collections import ChainMap
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,28 +28,39 @@ from cuattn.problem import Problem
 
 _MAX_GRID = 2**31 - 1
 _ZEROED = 2  # tables, the last, that are zeros before they are written
-_KEPT = 8  # tables that a mask keeps on each device
+_KEPT = 8  # kinds of calls whose tables a mask keeps on each device
 
 _numbers = count()
 _PREFIX = "visible."  # of the arguments of a mask function
 
 
 class Kept:
-    """Tables that a mask keeps; whoever launches on them holds this until it has."""
+    """Tables that a mask keeps, written on the stream `home`; whoever launches on them holds this until it has."""
 
     def __init__(self, addresses: list[int], held: Any, stream: Any, device: int) -> None:
         self.addresses, self._held = addresses, held
-        self._ready, self._home = Ready(stream), stream
+        self._ready, self.home = Ready(stream), stream
         self._users: dict[int, Any] = {}
         weakref.finalize(self, _give_back, stream, self._users, device).atexit = False
 
     def use(self, stream: Any) -> None:
-        """Let `stream` wait until the tables are written."""
-        if stream is self._home:  # which wrote them
-            return
+        """Let another stream wait until the tables are written."""
         self._ready.wait(stream)
-        if stream.ptr != self._home.ptr:
+        if stream.ptr != self.home.ptr:
             self._users[stream.ptr] = stream
+
+
+class KeptTables(NamedTuple):
+    """All tables of a call, and their addresses."""
+
+    tables: Sequence[Kept]
+    addresses: Sequence[int]
+
+
+def kept_of(masks: Sequence[Mask], place: str) -> Callable[..., list[KeptTables]]:
+    """Return what remembers the tables of calls with the first of some masks at a place, in a list for each key."""
+    cache = masks[0]._cache
+    return cache.get(place) or cache.setdefault(place, functools.lru_cache(_KEPT)(lambda *key: []))
 
 
 def _give_back(home: Any, users: dict[int, Any], device: int) -> None:
@@ -173,8 +184,8 @@ class MaskTables:
 
     def __init__(self, masks: CallMasks, extent: Extent) -> None:
         problem, halves = masks.problem, sorted({*masks.halves}, key=lambda half: half.code)
-        self._masks, self._device, self._problem = masks, masks.device, problem
-        self._place = "cuda", masks.device
+        self._masks, self._device, self._problem, self.lasting = masks, masks.device, problem, masks.lasting
+        self._place = "tables", masks.device
         self._number = _number_of(*extent[:-1], problem.masks, masks.leading, problem.band)
         needed = ChainMap(*(half.tables(extent) for half in halves))
         sizes = [needed.get(name, 0) for name in TABLES]
@@ -210,10 +221,9 @@ class MaskTables:
         return found
 
     def find(self, masks: Sequence[Mask], shift: int, stream: Any, capturing: bool) -> Kept | None:
-        """Return tables that a mask keeps, or None when the call must fill tables of its own.
+        """Return tables that a mask keeps, made if need be; None where there are none and `stream` is captured.
 
-        It must for a caller's boolean array, which may change from call to call, and while `stream` is captured: what a
-        capture records is written only when it is replayed.  A captured graph must hold what this returns.
+        What a capture records is written only when it is replayed.  A captured graph must hold what this returns.
 
         Parameters
         ----------
@@ -222,17 +232,12 @@ class MaskTables:
         shift : int
             What is added to the band's offset.
         """
-        if not self._masks.lasting:
-            return None
-        cache, place = masks[0]._cache, self._place
-        cells = cache.get(place) or cache.setdefault(place, functools.lru_cache(_KEPT)(lambda *key: []))
-        cell = cells(self._number, shift, *map(id, masks[1:]))
-        if not cell:  # until its tables are made
-            if capturing:
-                return None
-            cell.append(self._make(masks, shift, stream))
-        cell[0].use(stream)
-        return cell[0]
+        made = masks[0]._cache.setdefault(self._place, weakref.WeakValueDictionary())
+        key = self._number, shift, *map(id, masks[1:])
+        kept = made.get(key)
+        if kept is None and not capturing:
+            kept = made[key] = self._make(masks, shift, stream)
+        return kept
 
     def _make(self, masks: Sequence[Mask], shift: int, stream: Any) -> Kept:
         import cupy

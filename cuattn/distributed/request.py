@@ -206,7 +206,7 @@ class Request:
             corners["mask"] = _corner(self.mask, *lengths)  # as good as the part itself, but not copied
         else:
             corners["mask"] = self.whole.part(rows, keys)["mask"]
-        arrays = {name: self.arrays.get(name) for name in self.operation.inputs} | corners
+        arrays = self.operation.given(self.arrays | corners)
         options = Options(**{name: part[name] for name in Options._fields if name in part})
         random = self.state if self.operation.replays else self.settings["rng"]
         functions = part["score"], part["score_args"]

@@ -139,7 +139,7 @@ class Walk(ABC):
 
     def _call(self, operation: Operation, arrays: Arrays, options: dict[str, Any]) -> tuple[dispatch.Call, list[Any]]:
         """Compute a part; a GPU's kernels leave room for those that send and receive meanwhile."""
-        named = {name: arrays.get(name) for name in operation.inputs} | {"mask": options["mask"]}
+        named = operation.given({**arrays, "mask": options["mask"]})
         given = {name: options[name] for name in Options._fields if name in options}
         settings = Options(**given, sm_margin=getattr(self.team.comm, "sm_margin", 0))
         functions = options["score"], options["score_args"]

@@ -41,28 +41,28 @@ _KINDS = (NumPy, Torch, CuPy, Jax, DLPack)
 _kinds = {}  # by the type of arrays that were met
 
 
-def signature(values):
+def signature(arrays):
     """Return what arrays look like and where they are, without checking them.
 
     A call that looks like one whose arrays :func:`to_backend` took needs no other check.
 
     Parameters
     ----------
-    values : iterable of object
-        The arrays of one call, the first of them there; None for those that are absent.
+    arrays : dict of str to object
+        Those of one call, at least one.
 
     Returns
     -------
-    layouts : tuple
-        Hashable: dtype and shape of each and, on a GPU, strides, device and alignment; None for what is absent.
+    layouts : object
+        Hashable: names, dtype and shape of each and, on a GPU, strides, device and alignment.
     addresses : list of int
-        On a GPU; 0 for what is absent.
+        On a GPU.
 
     None stands for both when only :func:`to_backend` can tell.
     """
-    for first in values:
-        kind = _kinds.get(type(first)) or _kind_of(first)
-        return kind and kind.signature(values)
+    values = list(arrays.values())
+    kind = _kinds.get(type(values[0])) or _kind_of(values[0])
+    return kind and kind.signature(tuple(arrays), values)
 
 
 def to_backend(named):

@@ -25,8 +25,8 @@ class ArrayOrigin:
     """Where a call's arrays came from, and how results go back there.
 
     A subclass is a kind of array.  It has ``take(name, value)``, which returns a NumPy or CuPy array over the memory of
-    an argument, and its origin; it may have ``signature(values)``, see :func:`cuattn.interop.signature`.  By default
-    work on a GPU goes on CuPy's current stream, into memory of its pool.
+    an argument, and its origin; it may have ``signature(names, values)``, see :func:`cuattn.interop.signature`.  By
+    default work on a GPU goes on CuPy's current stream, into memory of its pool.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class ArrayOrigin:
         return isinstance(value, getattr(sys.modules.get(cls.library), cls.array, ()))
 
     @staticmethod
-    def signature(values):
+    def signature(names, values):
         """Return layouts and addresses of arrays, see :func:`cuattn.interop.signature`; None: ``take`` has to look."""
 
     @classmethod
@@ -147,16 +147,13 @@ class NumPy(ArrayOrigin):
         return value, _HOST
 
     @staticmethod
-    def signature(values):
+    def signature(names, values):
         """Return layouts of plain arrays, see :func:`cuattn.interop.signature`."""
-        layouts = []
+        layouts = [names]
         for value in values:
-            if value is None:
-                layouts.append(None)
-            elif type(value) is np.ndarray:
-                layouts += value.dtype, value.shape
-            else:
+            if type(value) is not np.ndarray:
                 return None
+            layouts += value.dtype, value.shape
         return tuple(layouts), None
 
 
@@ -174,15 +171,11 @@ class CuPy(ArrayOrigin):
         return value, cls.at(value.data.device_id)
 
     @staticmethod
-    def signature(values):
+    def signature(names, values):
         """Return layouts and addresses of arrays, see :func:`cuattn.interop.signature`."""
-        layouts, addresses = [], []
+        layouts, addresses = [names], []
         try:
             for value in values:
-                if value is None:
-                    layouts.append(None)
-                    addresses.append(0)
-                    continue
                 data = value.data
                 address = data.ptr
                 # Whether an array is contiguous takes a fifth of the time that its strides take.

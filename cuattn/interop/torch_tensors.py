@@ -8,7 +8,7 @@ current stream: nothing is handed back, and a call can be captured by ``torch.cu
 import functools
 import operator
 import sys
-from itertools import accumulate
+from itertools import accumulate, starmap
 
 import ml_dtypes
 import numpy as np
@@ -50,26 +50,22 @@ class Torch(ArrayOrigin):
         raise UnsupportedError(f"{name} is on device {str(value.device)!r}; expected a tensor on 'cpu' or 'cuda'")
 
     @staticmethod
-    def signature(values):
+    def signature(names, values):
         """Return layouts and addresses of tensors, see :func:`cuattn.interop.signature`."""
         torch, forward_ad, plain = _parts()
-        if _in_dual_level(forward_ad):
-            return None
-        given, key = [value for value in values if value is not None], None
         try:
-            if len(given) > 1 and given[0] is not given[1]:  # one that is given twice is like no other
-                key = given[0].shape, *map(type, values)
+            if forward_ad._current_level >= 0:  # tensors may carry tangents; or another version may say so elsewhere
+                return None
+            key = values[0].shape, names, torch.is_grad_enabled()
+            if values[0] is not values[1]:  # one that is given twice is like no other
                 for check, layouts in _met.get(key, ()):
-                    if check(*given):
-                        addresses = [0 if value is None else value.data_ptr() for value in values]
-                        if not [address for address in addresses if address & 15]:
+                    if check(*values):
+                        addresses = [value.data_ptr() for value in values]
+                        if not any(map(_MISALIGNMENT, addresses)):
                             return layouts, addresses
-            seen = _seen(torch, plain, values)
+            return _seen(torch, plain, key, values)
         except (AttributeError, RuntimeError):  # an array of another kind; no memory, or no strides
             return None
-        if key is not None and seen is not None:
-            _meet(torch, key, given, *seen)
-        return seen
 
     def from_backend(self, array):
         """Return a tensor over the memory of a NumPy array; a tensor as it is."""
@@ -82,9 +78,7 @@ class Torch(ArrayOrigin):
 
     def stream(self):
         """Return PyTorch's current stream of the device as a CuPy stream."""
-        torch, device = sys.modules["torch"], self.device
-        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # private, and ten times as fast
-        return foreign_stream(device, raw(device) if raw else torch.cuda.current_stream(device).cuda_stream)
+        return foreign_stream(self.device, _current_stream(sys.modules["torch"])(self.device))
 
     def allocator(self, wanted):
         """Return what allocates tensors, see :meth:`cuattn.interop.ArrayOrigin.allocator`."""
@@ -105,7 +99,7 @@ class _FromTorch:
         if together:
             return self._one_piece(scratch_bytes, held)
         new = self._new
-        results = [new(*of) for of in self._tensors]
+        results = list(starmap(new, self._tensors))
         addresses = [result.data_ptr() for result in results]
         scratch = new((scratch_bytes,), (1,), self._byte) if scratch_bytes else None
         addresses.append(scratch.data_ptr() if scratch_bytes else 0)
@@ -122,41 +116,43 @@ class _FromTorch:
         return results, [memory.data_ptr() + start for start in starts], memory
 
 
-def _seen(torch, plain, values):
+def _seen(torch, plain, key, values):
     """Return the layouts and addresses of tensors that are memory alone; None if one is more."""
-    layouts, addresses = [], []
+    layouts, addresses = [key[1]], []
     for value in values:
-        if value is None:
-            layouts.append(None)
-            addresses.append(0)
-            continue
         if type(value) not in plain or value.is_neg() or (value.requires_grad and torch.is_grad_enabled()):
             return None
         address = value.data_ptr()
         layouts += value.dtype, value.shape, value.is_contiguous() or value.stride(), value.device, address & 15
         addresses.append(address)
-    return tuple(layouts), addresses
+    layouts = _token(*layouts)
+    if not any(map(_MISALIGNMENT, addresses)) and len(set(map(id, values))) == len(values):
+        _meet(torch, key, values, layouts)
+    return layouts, addresses
 
 
-_MET = 4  # sets of tensors, of some types and with one shape of the first, that others are compared with
-_met = {}  # by that shape and these types: what compares, and the layouts
+@functools.lru_cache(maxsize=4096)
+def _token(*layouts):
+    """Return an object that stands for layouts: it takes no time to hash."""
+    return object()
+
+
+_MISALIGNMENT = (15).__and__
+_MET = 4  # sets of tensors, of some names and with one shape of the first, that others are compared with
+_met = {}  # by that shape, these names, and whether gradients are recorded: what compares, and the layouts
 _MOST_MET = 1024
 
 
-def _meet(torch, key, given, layouts, addresses):
+def _meet(torch, key, values, layouts):
     """Let aligned tensors that look like these be known by one comparison.
 
     PyTorch makes it before it runs a graph of its compiler: of types, dtypes, devices, sizes, strides, dispatch keys,
     and of whether they require grad, in a fraction of the time that asking for them takes.  It is private, and false
     where a tensor is given twice.
     """
-    if any(address & 15 for address in addresses) or any(value.requires_grad for value in given):
-        return  # a gradient that is wanted matters in grad mode alone
-    if len(set(map(id, given))) < len(given):
-        return
     try:
-        guards = torch._C._dynamo.guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        if guards.check(*given):
+        guards = torch._C._dynamo.guards.TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        if guards.check(*values):
             _met[key] = ((guards.check, layouts), *_met.get(key, ())[: _MET - 1])
     except (AttributeError, TypeError, RuntimeError):  # of another version
         return
@@ -189,6 +185,13 @@ def strides_of(shape):
 
 
 @functools.cache
+def _current_stream(torch):
+    """Return what tells the handle of PyTorch's current stream of a device."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # private, and ten times as fast
+    return raw or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
 def _parts():
     """Return torch, its module of forward-mode differentiation, and the types of tensors that are memory alone."""
     torch = sys.modules["torch"]
@@ -209,7 +212,7 @@ def _refuse_differentiated(torch, name, value):
     if value.requires_grad and torch.is_grad_enabled():
         problem = f"{name} requires grad while grad mode is on"
         detach = f"pass {name}.detach(), call under torch.no_grad()"
-    elif _in_dual_level(forward_ad) and forward_ad.unpack_dual(value).tangent is not None:
+    elif getattr(forward_ad, "_current_level", 0) >= 0 and forward_ad.unpack_dual(value).tangent is not None:
         problem = f"{name} carries a forward-mode tangent"
         detach = f"pass its primal (torch.autograd.forward_ad.unpack_dual({name}).primal)"
     else:
@@ -218,11 +221,6 @@ def _refuse_differentiated(torch, name, value):
         f"{problem}, and this function takes no part in PyTorch's autograd, so its gradient would be lost; "
         f"call cuattn.torch.attention, which does, or {detach}"
     )
-
-
-def _in_dual_level(forward_ad):
-    """Return whether tensors may carry tangents."""
-    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def _unreadable(torch, name, value):

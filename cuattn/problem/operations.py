@@ -6,7 +6,7 @@ an entry in each backend's table of operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,17 @@ class Operation:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Every array of a call, in the order in which backends are given addresses; a score function's come after."""
-        return ("q", "k", "v", "bias", "mask", *self.operands, *self.optional)
+        return (*self.needed, "bias", "mask", *self.optional)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The arrays without which there is no call."""
+        return ("q", "k", "v", *self.operands)
+
+    def given(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a call's arrays that there are, and what stands for those that it needs, in their order."""
+        needed = self.needed
+        return {n: arrays[n] for n in self.inputs if n in arrays and (n in needed or arrays[n] is not None)}
 
     def label(self, name: str) -> str:
         """Return what an error message calls an operand."""

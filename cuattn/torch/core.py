@@ -36,16 +36,18 @@ class Call:
         None: as PyTorch is set when gradients are computed.
     """
 
-    __slots__ = ("_args", "_deterministic", "mask", "n_scores", "options", "score")
+    __slots__ = ("_args", "_deterministic", "mask", "options", "score")
 
     def __init__(
         self, options: dict[str, Any], mask: Any, score: Any, score_args: Sequence[Any], deterministic: bool | None
     ) -> None:
         self.options, self.mask, self.score, self._deterministic = options, mask, score, deterministic
-        self._args, self.n_scores = (), 0
-        if score_args:
-            self._args = [_TENSOR if isinstance(x, torch.Tensor) else x for x in score_args]
-            self.n_scores = sum(x is _TENSOR for x in self._args)
+        self._args = score_args and [_TENSOR if isinstance(x, torch.Tensor) else x for x in score_args]
+
+    @property
+    def n_scores(self) -> int:
+        """Number of the tensors among `score_args`."""
+        return sum(x is _TENSOR for x in self._args)
 
     @property
     def counts(self) -> bool:
@@ -58,9 +60,9 @@ class Call:
 
     def keywords(self, bias: Any, mask: Any, scores: Tensors) -> dict[str, Any]:
         """Return the core's keywords of a forward."""
-        found = dict(self.options, bias=bias, mask=self.mask if mask is None else mask)
+        found = {**self.options, "bias": bias, "mask": self.mask if mask is None else mask}
         if self.score is not None or self._args:
-            found |= {"score": self.score, "score_args": self._filled(scores, numbers=True)}
+            found["score"], found["score_args"] = self.score, self._filled(scores, numbers=True)
         return found
 
     def of_backward(self, bias: Any, mask: Any, scores: Tensors) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from cuattn.tracing.derivatives import (
     split_visible,
     weights,
 )
-from cuattn.tracing.functions import MASK, SCORE, Traced, recall, signed, trace
+from cuattn.tracing.functions import MASK, SCORE, Traced, look_of, recall, trace
 from cuattn.tracing.graph import B, H, I, J, Node, S
 from cuattn.tracing.recognition import columns
 from cuattn.tracing.tiles import bounds, tile_states
@@ -61,9 +61,9 @@ __all__ = [
     "is_affine",
     "is_linear",
     "joined",
+    "look_of",
     "recall",
     "row_step",
-    "signed",
     "source",
     "split_visible",
     "tile_source",

@@ -151,41 +151,47 @@ def trace(
     >>> trace(lambda s, b, h, i, j: s + slope[h] * (j - i)).root
     add(s, multiply(array0(h), to_float(subtract(j, i))))
     """
-    signature = signed(names, args, adopt)
-    traced = recall(function, signature)
+    look = look_of(names, args, adopt)
+    traced = recall(function, look)
     if traced is None:
-        who = identity(function)
+        signature, who = _signed(look), identity(function)
         with _lock:
             traced = _trace(function, names, args, signature)
         if who is not None:
             key = (*who.parts, signature)
             _remember(_known, key, (traced, watch(who.held, functools.partial(_known.pop, key))))
-            _remember_snapshot(function, who, signature, traced)
+            _remember_snapshot(function, who, look, traced)
     return traced
 
 
-def signed(names: tuple[str, ...], args: Sequence[Any], adopt: Callable[[Any], Any]) -> tuple[Hashable, ...]:
-    """Return what a trace depends on beside the function; arrays may be of any library."""
-    return (names, adopt, *[_signature(names, n, value) for n, value in enumerate(args)]) if args else (names, adopt)
+def look_of(names: tuple[str, ...], args: Sequence[Any], adopt: Callable[[Any], Any]) -> list[Any]:
+    """Return what a trace depends on beside the function, as far as a glance tells; arrays may be of any library."""
+    look: list[Any] = [names, adopt]
+    for x in args:
+        if type(x) in _array_types:
+            look.append((x.dtype, x.shape))
+        else:
+            look.append("f" if type(x) is float else _kind(names, len(look) - 2, x))
+    return look
 
 
-def recall(function: Callable, signature: tuple[Hashable, ...]) -> Traced | None:
-    """Return what :func:`trace` returned for arguments that are `signed` so, if it is known."""
+def recall(function: Callable, look: list[Any]) -> Traced | None:
+    """Return what :func:`trace` returned for arguments of this look, if it is known."""
     recent = _recent.get(id(function))
-    if recent is not None and recent.signature == signature and recent.snapshot.holds(function):
+    if recent is not None and recent.look == look and recent.snapshot.holds(function):
         return recent.traced
     who = identity(function)
-    found = who and _known.get((*who.parts, signature))
+    found = who and _known.get((*who.parts, _signed(look)))
     if not who or not found:
         return None
-    _remember_snapshot(function, who, signature, found[0])
+    _remember_snapshot(function, who, look, found[0])
     return found[0]
 
 
-def _remember_snapshot(function: Callable, who: Identity, signature: tuple, traced: Traced) -> None:
+def _remember_snapshot(function: Callable, who: Identity, look: list[Any], traced: Traced) -> None:
     snapshot = Snapshot.of(function, who, functools.partial(_recent.pop, id(function)))
     if snapshot is not None:
-        _remember(_recent, id(function), _Recent(signature, snapshot, traced))
+        _remember(_recent, id(function), _Recent(look, snapshot, traced))
 
 
 def _remember(where: dict, key: Hashable, value: Any) -> None:
@@ -196,7 +202,7 @@ def _remember(where: dict, key: Hashable, value: Any) -> None:
 
 
 class _Recent(NamedTuple):
-    signature: tuple
+    look: list[Any]
     snapshot: Snapshot
     traced: Traced
 
@@ -205,17 +211,24 @@ _recent: dict[int, _Recent] = {}
 _array_types: set[type] = set()  # of which arrays were met
 
 
-def _signature(names: tuple[str, ...], index: int, value: Any) -> Hashable:
-    """Return what of an argument a trace depends on."""
-    if type(value) is float:
-        return "f"
-    if type(value) in _array_types or is_array(value):
+def _signed(look: list[Any]) -> tuple[Hashable, ...]:
+    """Return what a look shares with those of other libraries' arrays."""
+    names, adopt, *kinds = look
+    for index, kind in enumerate(kinds):
+        if not isinstance(kind, str):
+            dtype, shape = kind
+            if _plain(dtype) is None:
+                place = _argument(names, index)
+                raise ArgumentError(f"{place} has dtype {dtype}: expected booleans, integers or floats")
+            kinds[index] = _plain(dtype), tuple(shape)
+    return names, adopt, *kinds
+
+
+def _kind(names: tuple[str, ...], index: int, value: Any) -> Any:
+    """Return dtype and shape of an array, and the kind of a number."""
+    if is_array(value):
         _array_types.add(type(value))
-        dtype = _plain(value.dtype)
-        if dtype is None:
-            place = _argument(names, index)
-            raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
-        return dtype, tuple(value.shape)
+        return value.dtype, value.shape
     if isinstance(value, bool | np.bool_ | float | np.floating):
         return kind_of_number(value)
     number = as_integer(value)
@@ -278,7 +291,7 @@ def _place(function: Callable) -> str:
 def _operand(tracer: Tracer, index: Argument, value: Any) -> Proxy | ArrayProxy:
     if is_array(value):
         return ArrayProxy(lambda: value, index)
-    return Proxy(tracer.argument(index, _signature(SCORE, index, value).replace("l", "i")))  # type: ignore[union-attr]
+    return Proxy(tracer.argument(index, _kind(SCORE, index, value).replace("l", "i")))  # type: ignore[union-attr]
 
 
 def _checked(function: Callable, result: Any, kind: str) -> Node:

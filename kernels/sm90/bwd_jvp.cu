@@ -8,7 +8,7 @@
 // (cfg::one_pass) keys own, and each warpgroup adds what its keys give of dQ. up in memory, in no fixed order (10).  The warpgroups take turns at the
 // tensor cores, so that one's products run while the other weighs and differentiates.
 //
-// Grid: tiles of the owner * heads * batch.
+// Grid: tiles of the owner, and further parts of the first one, * heads * batch.
 #include "ptx/registers.cuh"
 #include "sm90/bwd_jvp_consumer.cuh"
 

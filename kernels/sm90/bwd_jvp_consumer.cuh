@@ -193,6 +193,35 @@ struct Consumer {
         if constexpr (keys_own) ptx::wgmma_pin(dv);
     }
 
+    // Leaves a part's sums in memory, in the order of registers.  The last of the tile's parts to come here adds all of them up, in their order: true.
+    __device__ __forceinline__ bool add_parts() {
+        constexpr int pieces = (cfg::head_dim + (keys_own ? cfg::head_dim_v : 0)) / 8;
+        const u32 thread = threadIdx.x % 128, barrier = slabs_barrier + warpgroup;
+        const i32 slot = (work.batch * (keys_own ? p.kv_heads : p.heads) + work.head) * warpgroups + static_cast<i32>(warpgroup);
+        float4* const parts = static_cast<float4*>(p.dk_acc) + static_cast<i64>(slot) * cfg::first_parts * pieces * 128 + thread;
+        const auto of_each = [&](const auto& change) {
+            unroll<cfg::head_dim / 8>([&](int i) { change(i, sum + 4 * i); });
+            if constexpr (keys_own) unroll<cfg::head_dim_v / 8>([&](int i) { change(cfg::head_dim / 8 + i, dv + 4 * i); });
+        };
+        of_each([&](int i, const float* x) { __stcg(parts + (work.part * pieces + i) * 128, make_float4(x[0], x[1], x[2], x[3])); });
+        __threadfence();  // what this thread stored comes before the count
+        ptx::barrier_sync(barrier, 128);
+        u32& last = *reinterpret_cast<u32*>(shared.memory + 64 * warpgroup * row_bytes);  // the warpgroup's rows are done with
+        if (thread == 0) last = atomicInc(reinterpret_cast<u32*>(p.counters) + slot, cfg::first_parts - 1) == cfg::first_parts - 1;
+        ptx::barrier_sync(barrier, 128);
+        if (!uniform(last)) return false;
+        __threadfence();  // and the count before what is read
+        of_each([&](int, float* x) { x[0] = x[1] = x[2] = x[3] = 0.0f; });
+        const float4* from = parts;
+#pragma unroll 1  // registers are few
+        for (i32 part = 0; part < cfg::first_parts; ++part, from += pieces * 128)
+            of_each([&](int i, float* x) {
+                const float4 y = __ldcg(from + i * 128);
+                x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
+            });
+        return true;
+    }
+
     __device__ __forceinline__ void write() const {
         const float outer = static_cast<float>(p.dropout_scale), factor = static_cast<float>(p.scale * p.dropout_scale);
         const i32 row = work.tile * own_rows + 64 * warpgroup + fragment_row();
@@ -212,6 +241,7 @@ struct Consumer {
         if constexpr (keys_own) clear(dv);
         ptx::mbarrier_wait(shared.own_full(), 0);
         accumulate_tiles();
+        if (work.in_parts() && !add_parts()) return;
         write();
     }
 };

@@ -56,6 +56,11 @@ struct alignas(16) Step {
 
 struct Work {
     i32 tile, head, batch;  // of the owner
+    i32 part;               // of the first tile, by tiles of the other side
+
+    __device__ __forceinline__ bool in_parts() const { return cfg::first_parts > 1 && tile == 0; }
+    // Where the part begins, or with 1 more ends, among so many tiles of the other side.
+    __device__ __forceinline__ i32 first_of(i32 tiles, i32 more = 0) const { return tiles * (part + more) / cfg::first_parts; }
 };
 
 constexpr int stage_bytes = StreamSide::bytes, slabs_at = OwnSide::bytes + cfg::stages * stage_bytes, numbers_at = slabs_at + 2 * slabs_bytes;

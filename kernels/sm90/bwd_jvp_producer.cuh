@@ -7,15 +7,19 @@
 
 namespace sm90::moved {
 
-// In a section the tiles with most work come first; neighbours share what they stream.
+// In a section the tiles with most work come first; neighbours share what they stream.  Before them come further parts of the first tile, where there
+// are any.
 __device__ __forceinline__ Work own_tile(const Params& p, i32 number) {
+    constexpr i32 more = cfg::first_parts - 1;
     const i32 tiles = keys_own ? p.key_tiles : p.row_tiles;
-    const TileRank place = rank_of(p, number, keys_own ? p.kv_heads : p.heads, tiles);
+    TileRank place = rank_of(p, number, keys_own ? p.kv_heads : p.heads, tiles + more);
+    place.rank -= more;
+    if (more > 0 && place.rank < 0) return {0, place.head, place.batch, -place.rank};
     i32 tile = keys_own ? place.rank : tiles - 1 - place.rank;
     if constexpr (!keys_own && (column_masks > 0 || stated_mask)) {
         if (p.table.order != nullptr) tile = p.table.order[slice_of(p.table, place.batch, place.head) * tiles + place.rank].tile;
     }
-    return {tile, place.head, place.batch};
+    return {tile, place.head, place.batch, 0};
 }
 
 struct Producer {
@@ -75,19 +79,24 @@ struct Producer {
             MaskPlace place{{row, min(row + cfg::block_m, p.n_queries), work.tile}, 0, 0};
             place.set(mask_slices(p, work.batch, work.head));
             place.lowest = band_first(p, place.rows) / cfg::block_n;
+            if (work.in_parts()) place.lowest = max(place.lowest, work.first_of(p.key_tiles));
             shared.place() = place;
         }
         __syncwarp();  // the place is known
-        TileWalk walk(p, shared.place(), p.key_tiles);
+        TileWalk walk(p, shared.place(), work.in_parts() ? work.first_of(p.key_tiles, 1) : p.key_tiles);
         for (Tile tile = walk.next(); tile.exists(); tile = walk.next()) load({tile.n(), work.head, tile.partial() ? Step::partial_bit : 0});
     }
 
     __device__ __forceinline__ void feed_rows(i32 head) {
         const MaskSlices slices = mask_slices(p, work.batch, head);
         __syncwarp();  // the last walk is done with
-        if (leader) describe_tables(shared.walk(), p, slices.instance, slices.blocks, work.tile);
+        if (leader) {
+            describe_tables(shared.walk(), p, slices.instance, slices.blocks, work.tile);
+            if (work.in_parts()) shared.walk().end = min(shared.walk().end, work.first_of(p.row_tiles, 1));
+        }
         __syncwarp();  // the walk is described
         RowWalk walk(p, shared.walk());
+        if (work.in_parts()) walk.tile = max(walk.tile, work.first_of(p.row_tiles) - 1);
         while (walk.next(p)) load({walk.tile, head, walk.partial(p) ? Step::partial_bit : 0});
     }
 

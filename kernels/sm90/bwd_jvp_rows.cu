@@ -1,7 +1,7 @@
 // What the gradients' tangents need of every row: m, -log2 l (-inf: the row sees nothing, and all else is 0), and, over the scale of dropout,
 // D = do.o - dlse and D. = do.o. + do..o; lse.; and, rounded, o. as the gradient by do (cfg::ddo).
 //
-// With cfg::one_pass the sums of dQ. begin with 0.
+// With cfg::one_pass the sums of dQ. begin with 0, with cfg::first_parts > 1 so do `splits` counters.
 //
 // p.rows: [head][cfg::unit rows][number][row], padded to whole tiles of 128 rows with rows that see nothing.
 // Grid   anything; kLanes neighbours of a warp take a row, 8 columns each, and a warp kRows at a time.
@@ -28,6 +28,8 @@ __device__ __forceinline__ void load_piece(Piece<T>& piece, const Operand& x, i6
 extern "C" __global__ __launch_bounds__(32 * kWarps) void backward_jvp_rows(const __grid_constant__ TangentParams p) {
     const i32 padded = (p.n_queries + 127) / 128 * 128, lane = threadIdx.x % 32, column = lane % kLanes * 8;
     const i64 rows = i64(p.batch) * p.heads * padded, step = i64(gridDim.x) * kWarps * kRows;
+    if constexpr (cfg::first_parts > 1)
+        for (i32 i = threadIdx.x; blockIdx.x == 0 && i < p.splits; i += 32 * kWarps) p.counters[i] = 0;
     for (i64 first = (i64(blockIdx.x) * kWarps + threadIdx.x / 32) * kRows; first < rows; first += step) {
         const i32 flat = first / padded, row0 = first % padded + lane / kLanes, head = flat % p.heads;
         const BatchIndex index = batch_index(p, flat / p.heads);

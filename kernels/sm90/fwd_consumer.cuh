@@ -22,8 +22,8 @@ constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials;
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
 // Under column masks whole key tiles have steps of their own where rows are long and registers allow it: a warp waits for its instructions behind
-// those that it jumps over.  Three warpgroups fill such gaps, too, and causal rows lose.
-constexpr bool steps_apart = proceeds_early && column_masks > 0 && search_beside && !cfg::bias && !cfg::score;
+// those that it jumps over.
+constexpr bool steps_apart = cfg::overlap && column_masks > 0 && search_beside && !cfg::bias && !cfg::score;
 
 // What all lanes agree on once of a tile whose bias tensor cores add, which spares most tiles all other votes.
 struct Agreed {
@@ -296,8 +296,8 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         await_keys();
     }
 
-    // Do all lanes see so much of a cut tile that each of their rows' shares is likely to have a positive score?
-    __device__ __forceinline__ bool shows_many() const { return __all_sync(~0u, __popc(visible[0]) >= 8 && __popc(visible[1]) >= 8); }
+    // Do all lanes see so much of a cut tile that each of their rows' shares is likely to have a positive score?  Three warpgroups do not gain by it.
+    __device__ __forceinline__ bool shows_many() const { return proceeds_early && __all_sync(~0u, __popc(visible[0]) >= 8 && __popc(visible[1]) >= 8); }
 
     // Scores of a tile beside P V of the tile before.  True when this was the last tile of the row.
     template <Cut cut>

@@ -79,14 +79,14 @@ struct alignas(16) Work {
     i32 instance;     // of the mask; where tiles are counted and rows' keys differ, the first one counted and, << 24 (cfg::split: << 16), the last one
 };
 
-// Which part of its row tile's keys it has, of how many, and the number of the row tile.
-struct Part {
+// Which part of its row tile's keys it has, of how many, and the number of the row tile; of its head, where only the first row tile has parts.
+struct alignas(16) Part {
     i32 number, count, tile;
 };
 
 // A key tile as it travels to the consumers, with its buffer of k.
 struct KeyTile {
-    u32 code;  // number (of tiles there are fewer than 2^24, or 2^22, where the bias is made of parts or warpgroups are four) and, in the low bits, what the consumers must know
+    u32 code;  // number (of tiles there are fewer than 2^24, or 2^22 where the bias is made of parts or warpgroups are four, 2^21 where both) and, in the low bits, what the consumers must know
     static constexpr int most = warpgroups > 3 ? warpgroups : 3, flags = 2 * most + 2 + cfg::split_bias;
     static constexpr i32 hidden_bit = 1, partial_bit = 1 << most;  // << warpgroup
     static constexpr i32 hidden_bits = partial_bit - 1, partial_bits = hidden_bits << most;
@@ -146,6 +146,7 @@ struct Mail {  // to the cleaner: which buffer of v (and of HiddenKeys), which k
 
 // What else comes with queries, keys and values: nothing, or their tangents (sm90/jvp.cu).  `full` counts its bytes.
 struct Alone {
+    static constexpr int first_parts = 1;  // of a head's first row tile, by keys
     __device__ __forceinline__ void load_queries(u32, u32 full, const Work&) const {}
     __device__ __forceinline__ void load_keys(u32, u32 full, i32 key, i32 head, i32 batch) const {}
     __device__ __forceinline__ void load_values(u32, u32 full, i32 key, i32 head, i32 batch) const {}
@@ -157,8 +158,10 @@ constexpr int codes_at = list_at + static_cast<int>(sizeof(TileList));
 constexpr int mail_at = codes_at + 4 * cfg::stages;
 constexpr int bias_places_at = mail_at + static_cast<int>(sizeof(Mail));
 constexpr int hiding_at = bias_places_at + (cfg::bias || cfg::split_score ? 2 * static_cast<int>(sizeof(BiasPlace)) : 0);
-constexpr int parts_at = hiding_at + (cfg::split_bias ? 2 * cfg::stages * static_cast<int>(sizeof(HiddenKeys)) : 0);
-constexpr int shared_bytes = parts_at + (cfg::split ? static_cast<int>(sizeof(Part)) * cfg::q_stages : 0);
+constexpr int hiding_end = hiding_at + (cfg::split_bias ? 2 * cfg::stages * static_cast<int>(sizeof(HiddenKeys)) : 0);
+constexpr int parts_at = cfg::split ? (hiding_end + 15) / 16 * 16 : hiding_end;
+constexpr int last_at = parts_at + (cfg::split ? static_cast<int>(sizeof(Part)) * cfg::q_stages : 0);
+constexpr int shared_bytes = last_at + (cfg::split && has_tangents ? 4 * warpgroups : 0);
 
 // A thread's place in its warpgroup.  What follows from it is not kept in registers from one tile to the next: they are
 // too few.
@@ -171,6 +174,8 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 v(u32 stage) const { return address + v_at + stage * v_bytes; }
     __device__ __forceinline__ Work& work(u32 stage) const { return at<Work>(work_at, stage); }
     __device__ __forceinline__ Part& part(u32 stage) const { return at<Part>(parts_at, stage); }
+    // Along tangents: was a warpgroup's part the last to be done?
+    __device__ __forceinline__ u32& last(u32 warpgroup) const { return at<u32>(last_at, warpgroup); }
     __device__ __forceinline__ TileList& list() const { return at<TileList>(list_at); }
     __device__ __forceinline__ KeyTile& code(u32 stage) const { return at<KeyTile>(codes_at, stage); }
     __device__ __forceinline__ u32 bias(u32 stage) const { return address + bias_tiles_at + stage * bias_bytes; }

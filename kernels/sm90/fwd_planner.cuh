@@ -18,9 +18,13 @@ __device__ __forceinline__ i32 rows_before_first(const Params& p) {
     return cfg::band_right && !cfg::diagonal ? p.row_tiles * cfg::block_m - (p.n_queries + 63) / 64 * 64 : 0;
 }
 
-// In a section the row tiles with most work come first; neighbours share keys and values.
-__device__ __forceinline__ Work row_tile(const Params& p, i32 number, OrderedTile& item) {
-    TileRank place = rank_of(p, number, p.heads, p.row_tiles);
+// In a section the row tiles with most work come first; neighbours share keys and values.  Before them come further parts of the first row tile,
+// where there are any.
+template <int first_parts>
+__device__ __forceinline__ Work row_tile(const Params& p, i32 number, OrderedTile& item, Part& part) {
+    constexpr i32 more = first_parts - 1;
+    TileRank place = rank_of(p, number, p.heads, p.row_tiles + more);
+    place.rank -= more;
     if constexpr (cfg::bias_shared) {  // in a section are then the batches of a head
         const i32 pair = place.batch * p.heads + place.head;
         place.head = pair / p.batch;
@@ -30,7 +34,11 @@ __device__ __forceinline__ Work row_tile(const Params& p, i32 number, OrderedTil
     i32 instance = 0;
     if constexpr (cfg::mask != kMaskNone) instance = static_cast<i32>(slice_of(p.table, place.batch, place.head));
     if constexpr (column_masks > 0 || stated_mask)
-        if (p.table.order != nullptr) item = p.table.order[static_cast<i64>(instance) * p.row_tiles + place.rank];
+        if (p.table.order != nullptr && (more == 0 || place.rank >= 0)) item = p.table.order[static_cast<i64>(instance) * p.row_tiles + place.rank];
+    if constexpr (more > 0) {
+        if (place.rank < 0) item = {0, 0, p.key_tiles - 1};
+        part = {max(-place.rank, 0), item.tile == 0 ? first_parts : 1, place.batch * p.heads + place.head};
+    }
     return {item.tile * cfg::block_m - rows_before_first(p), place.head, place.batch, instance};
 }
 
@@ -45,14 +53,14 @@ __device__ __forceinline__ Rows warpgroup_rows(const Params& p, const Work& work
     return {first, first < 0 ? first : min(first + 64, p.n_queries), first / 64};
 }
 
-// The first key tile, of which no row sees anything.
-__device__ __forceinline__ KeyTile hidden_tile(const Params& p, const Work& work) {
+// A key tile of which no row sees anything.
+__device__ __forceinline__ KeyTile hidden_tile(const Params& p, const Work& work, i32 n) {
     i32 bits = 0;
     for (int w = 0; w < warpgroups; ++w) {
         const Rows rows = warpgroup_rows(p, work, w);
         if (rows.first < rows.end) bits |= KeyTile::partial_bit << w;
     }
-    return KeyTile::make(0, bits);
+    return KeyTile::make(n, bits);
 }
 
 // How a key tile looks to each warpgroup of a row tile; none when it is hidden from all of them (FlashMask algorithm 1, lines 10-15;
@@ -95,6 +103,7 @@ constexpr int tiles_left = 2;
 
 template <class Beside = Alone>
 struct Planner {
+    static constexpr int first_parts = Beside::first_parts;
     const Params& p;
     const ptx::TensorMap& q_map;
     const Shared shared;
@@ -167,23 +176,25 @@ struct Planner {
         return minus_infinity();
     }
 
-    // Narrows a range of key tiles by what the bias hides of its ends: padding costs nothing.
-    __device__ __forceinline__ void trim(const Work& work, i32& lowest, i32& top, float least) const {
-        const i64 offset = slice_of(p.bias, work.batch, work.head);
+    // Narrows a range of key tiles to where some key's bias exceeds `least`: padding costs nothing.  False if none does.
+    __device__ __forceinline__ bool trim(i64 offset, i32& lowest, i32& top, float least) const {
         u32 some = 0;
-        for (; top >= lowest; top -= 32) {
-            const i32 n = top - static_cast<i32>(lane);
+        i32 first = top;  // of 32 tiles that are looked at together
+        for (; first >= lowest; first -= 32) {
+            const i32 n = first - static_cast<i32>(lane);
             some = __ballot_sync(~0u, n >= lowest && shows(offset, n, least));
             if (some != 0) break;
         }
-        if (some == 0) return;
-        top -= __ffs(some) - 1;
+        if (some == 0) return false;
+        top = first - (__ffs(some) - 1);
+        if (first - lowest < 32) return lowest = first - (31 - __clz(some)), true;
         for (;; lowest += 32) {
             const i32 n = lowest + static_cast<i32>(lane);
             some = __ballot_sync(~0u, n <= top && shows(offset, n, least));
             if (some != 0) break;
         }
         lowest += __ffs(some) - 1;
+        return true;
     }
 
     // Narrows a row's key tiles to those of a part, of as many as make parts of p.split_tiles or a little fewer; false if the row has no such part.
@@ -205,14 +216,21 @@ struct Planner {
         i32 lowest = band_first(p, rows) / cfg::block_n;
         i32 top = (band_end(p, rows) + cfg::block_n - 1) / cfg::block_n - 1;
         if constexpr (column_masks > 0 && !stated_mask) lowest = max(lowest, item.lowest), top = min(top, item.top);  // with more masks, no registers
-        if constexpr (cfg::split) {
+        i32 hidden = 0;  // what is visited where nothing is seen: one of the part's own
+        if constexpr (first_parts > 1) {
+            if (part.count > 1) {
+                hidden = p.key_tiles * part.number / first_parts;
+                lowest = max(lowest, hidden), top = min(top, p.key_tiles * (part.number + 1) / first_parts - 1);
+            }
+        } else if constexpr (cfg::split) {
             if (!take(part, lowest, top)) return;
-            work.instance = max(top, 0) | lowest << 16;
         }
+        if constexpr (cfg::split && cfg::mask == kMaskNone) work.instance = max(top, 0) | lowest << 16;
         float least = 0.0f;
-        if constexpr (cfg::split_bias) least = least_bias(slice_of(p.bias, work.batch, work.head), lowest, top);
+        if constexpr (told_bias) least = least_bias(slice_of(p.bias, work.batch, work.head), lowest, top);
         if constexpr (cfg::bias_keys && !told_bias) {
-            trim(work, lowest, top, cfg::split_bias ? least : minus_infinity());
+            const i64 offset = slice_of(p.bias, work.batch, work.head);
+            if (!(cfg::split_bias && unmasked && trim(offset, lowest, top, sunk))) trim(offset, lowest, top, minus_infinity());
             if (!later_tiles_vary && top >= lowest) lowest = min(lowest, 127), work.instance = top | lowest << 24;
         }
         if constexpr (cfg::diagonal && !cfg::split) work.instance = max(top, 0);
@@ -232,7 +250,7 @@ struct Planner {
             some = true;
         }
         // Rows that see nothing visit one tile all the same, and mask all of it: the consumers need no second path.
-        if (!some && lane == 0) held = hidden_tile(p, work);
+        if (!some && lane == 0) held = hidden_tile(p, work, hidden);
         if constexpr (lengths_vary) {
             const u32 left = __ballot_sync(~0u, held.exists()) >> lane;
             const bool late = __popc(left) <= tiles_left;
@@ -248,17 +266,15 @@ struct Planner {
     }
 
     __device__ __forceinline__ void run() {
-        const i32 total = p.batch * p.heads * p.row_tiles * (cfg::split ? p.splits : 1);
+        constexpr bool split = cfg::split && first_parts == 1;
+        const i32 total = p.batch * p.heads * (p.row_tiles * (split ? p.splits : 1) + first_parts - 1);
         for (i32 number = blockIdx.x; number < total;) {
             OrderedTile item;
-            if constexpr (cfg::split) {
-                const i32 tile = number / p.splits;
-                const Work work = row_tile(p, tile, item);
-                plan(work, item, {number - tile * p.splits, 1, tile});
-            } else {
-                const Work work = row_tile(p, number, item);
-                plan(work, item, {});
-            }
+            Part part{};
+            const i32 tile = split ? number / p.splits : number;
+            const Work work = row_tile<first_parts>(p, tile, item, part);
+            if constexpr (split) part = {number - tile * p.splits, 1, tile};
+            plan(work, item, part);
             // The next one is drawn as late as may be, when work on this one begins or comes to an end: blocks that are behind draw less.
             ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);
             number = __shfl_sync(~0u, draw(total), 0);

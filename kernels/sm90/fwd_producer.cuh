@@ -181,12 +181,17 @@ struct Companion {
     const u32 lane;
     Slot<cfg::stages> k;
     Slot<1> list;
+    const cfg::bias_elem* row;  // the bias of a head's keys
     static constexpr int own = (cfg::block_n + 31) / 32;  // keys of a lane
+
+    // The lane once more, where there is no register to keep it in.
+    __device__ __forceinline__ i32 same_lane() const { return ptx::opaque(static_cast<i32>(threadIdx.x)) % 32; }
 
     // Stores what is added to the lane's i-th key.  Nobody asks for what lay there any more, two rounds later: consumers have done with the first
     // round's scores, and so with the values before them.
     __device__ __forceinline__ void store(int i, const BiasParts& parts) const {
-        if (32 * i + lane < cfg::block_n) ptx::store_shared_v2(shared.parts(k) + part_bytes * (32 * i + lane), parts.pair, parts.third);
+        const u32 key = 32 * i + same_lane();
+        if (key < cfg::block_n) ptx::store_shared_v2(shared.parts(k) + part_bytes * key, parts.pair, parts.third);
     }
     __device__ __forceinline__ void tell_hidden(u32 some) const {
         ptx::async_proxy_fence();
@@ -212,7 +217,7 @@ struct Companion {
     // What is added to a key.
     __device__ __forceinline__ float addend(i32 first_key, i32 key, const BiasPlace& of) const {
         if constexpr (cfg::split_score) return SplitScore(p, of.batch, of.query_head, first_key).of_key(key);
-        return bias_of_product(p, bias_at(p, slice_of(p.bias, of.batch, of.query_head), 0, key));
+        return bias_of_product(p, to_acc(row[min(key, p.n_keys - 1) * p.bias.col]));
     }
 
     // The same where it may be anything, -inf too.
@@ -224,31 +229,27 @@ struct Companion {
         some |= hidden;
     }
 
-    // Consumers on this scheduler wait for each of these instructions, so what is whole, contiguous and finite goes a short way, where there are
-    // registers for two.
+    // Consumers on this scheduler wait for each of these instructions, so what is whole, contiguous and finite goes a short way.
     __device__ __forceinline__ void split(i32 first_key, const BiasPlace& of, float inverse) {
-        constexpr bool two_ways = warpgroups < 3 || cfg::split_score;
         float x[own];
         const i32 key = first_key + static_cast<i32>(lane);
-        bool finite = two_ways && (cfg::split_score || (p.bias.col == 1 && first_key + 32 * own <= p.n_keys));
-        if constexpr (!two_ways || cfg::split_score) {
+        bool finite = cfg::split_score || (p.bias.col == 1 && first_key + 32 * own <= p.n_keys);
+        if constexpr (cfg::split_score) {
             unroll<own>([&](int i) { x[i] = addend(first_key, key + 32 * i, of); });
             unroll<own>([&](int i) { finite &= fabsf(x[i]) < outsized; });
         } else if (finite) {
-            const auto* from = static_cast<const cfg::bias_elem*>(p.bias.data) + slice_of(p.bias, of.batch, of.query_head) + key;
+            const auto* from = row + key;
             unroll<own>([&](int i) { x[i] = to_acc(from[32 * i]); });
             unroll<own>([&](int i) { x[i] = product_of(x[i], inverse), finite &= fabsf(x[i]) < outsized; });
         }
-        if constexpr (two_ways) finite = __all_sync(~0u, finite);
+        finite = __all_sync(~0u, finite);
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         u32 some = 0;
-        if constexpr (!two_ways) {
-            unroll<own>([&](int i) { store_any(i, x[i], some); });
-        } else if (finite) {
+        if (finite) {
             unroll<own>([&](int i) { store(i, BiasParts::of_finite(x[i])); });
         } else {
 #pragma unroll 1  // registers are few
-            for (int i = 0; i < own; ++i) store_any(i, addend(first_key, key + 32 * i, of), some);
+            for (int i = 0; i < own; ++i) store_any(i, addend(first_key, first_key + same_lane() + 32 * i, of), some);
         }
         tell_hidden(some);
         ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
@@ -261,11 +262,12 @@ struct Companion {
         for (;;) {
             ptx::mbarrier_wait(shared.barrier(list_full), list.phase);
             list.advance();
-            const KeyTile mine = shared.list().tiles[lane];
+            const KeyTile mine = shared.list().tiles[same_lane()];
             const i32 count = shared.list().count;
             const BiasPlace of = shared.bias_of_list();
             if (count < 0) return;
             ptx::mbarrier_arrive(shared.barrier(list_empty));
+            if constexpr (cfg::split_bias) row = static_cast<const cfg::bias_elem*>(p.bias.data) + slice_of(p.bias, of.batch, of.query_head);
             for (i32 i = 0; i < count; ++i) {
                 const i32 first_key = KeyTile{__shfl_sync(~0u, mine.code, i)}.n() * cfg::block_n;
                 if constexpr (splits) split(first_key, of, inverse);

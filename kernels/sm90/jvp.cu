@@ -12,6 +12,7 @@ namespace sm90::fwd {
 
 // Loads tangents beside what they are of.
 struct TangentLoads {
+    static constexpr int first_parts = cfg::first_parts;
     const TangentParams* p;
     const ptx::TensorMap* map;  // of the one operand, or the two, that the warp loads
     const ptx::TensorMap* values_map;

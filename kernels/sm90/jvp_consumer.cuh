@@ -205,12 +205,93 @@ struct TangentConsumer {
         }
     }
 
+    // What a part counts in a row whose maximum is `top`.
+    __device__ __forceinline__ float weight_of(float l, float own, float top) const {
+        return own == minus_infinity() ? 0.0f : l * ptx::ex2((own - top) * state.scale);
+    }
+
+    // Leaves a part's results and statistics in memory.  The last of a row tile's parts to come here adds all of them up, in their order, which is no
+    // other from run to run (kernels/util/merge_jvp.cu): true, and what is left of the row tile's end is as if it had no parts.
+    __device__ __forceinline__ bool merge_parts(const Part& part, float (&sum)[2], float (&normal)[2]) {
+        constexpr int pieces = cfg::head_dim_v / 8, parts = cfg::first_parts;
+        const u32 thread = place_of_thread();
+        const i64 slot = part.tile * warpgroups + static_cast<i32>(warpgroup), first = slot * parts;
+        float4* const outputs = static_cast<float4*>(p.o_part) + first * 2 * pieces * 128 + thread;
+        float4* const rows = static_cast<float4*>(p.l_part) + first * 2 * 128 + thread;
+        float l[2], top[2];
+        unroll<2>([&](int r) { top[r] = quad_max(state.top[r]), l[r] = sum_at_maximum(state, r, top[r], sum[r]); });
+        __stcg(rows + 2 * part.number * 128, make_float4(l[0], l[1], top[0], top[1]));
+        __stcg(rows + (2 * part.number + 1) * 128, make_float4(centre[0], centre[1], 0.0f, 0.0f));
+        const auto leave = [&](const Output& x, float4* at) {
+            unroll<pieces>([&](int n) {
+                float y[4];
+                unroll<4>([&](int e) { y[e] = normal[e / 2] == 0.0f ? 0.0f : x[4 * n + e] * normal[e / 2]; });
+                __stcg(at + 128 * n, make_float4(y[0], y[1], y[2], y[3]));
+            });
+        };
+        leave(o, outputs + 2 * part.number * pieces * 128), leave(to, outputs + (2 * part.number + 1) * pieces * 128);
+        __threadfence();  // what this thread stored comes before the count
+        ptx::barrier_sync(store_barrier + warpgroup, 128);
+        u32& last = shared.last(warpgroup);
+        if (thread == 0) last = atomicInc(reinterpret_cast<u32*>(p.counters) + 1 + slot, parts - 1) == parts - 1;
+        ptx::barrier_sync(store_barrier + warpgroup, 128);
+        if (!uniform(last)) return false;
+        __threadfence();  // and the count before what is read
+        const auto each = [&](const auto& add) {
+#pragma unroll 1  // registers are few
+            for (i32 i = 0; i < parts; ++i) {
+                const float4 x = __ldcg(rows + 2 * i * 128), y = __ldcg(rows + (2 * i + 1) * 128);
+                const float weight[2] = {weight_of(x.x, x.z, top[0]), weight_of(x.y, x.w, top[1])}, mid[2] = {y.x, y.y};
+                add(i, weight, mid);
+            }
+        };
+        unroll<2>([&](int r) { top[r] = minus_infinity(), l[r] = centre[r] = 0.0f; });
+        for (i32 i = 0; i < parts; ++i) {
+            const float4 x = __ldcg(rows + 2 * i * 128);
+            top[0] = fmaxf(top[0], x.z), top[1] = fmaxf(top[1], x.w);
+        }
+        each([&](int, const float (&weight)[2], const float (&mid)[2]) {
+            unroll<2>([&](int r) { l[r] += weight[r], centre[r] = fmaf(weight[r], mid[r], centre[r]); });
+        });
+        unroll<2>([&](int r) {
+            state.top[r] = top[r], state.shift[r] = -top[r] * state.scale, sum[r] = l[r];
+            normal[r] = l[r] == 0.0f ? 0.0f : __fdividef(1.0f, l[r]);
+            centre[r] *= normal[r];
+        });
+        unroll<cfg::head_dim_v / 2>([&](int i) { o[i] = to[i] = 0.0f; });
+        each([&](int i, const float (&weight)[2], const float (&mid)[2]) {
+            const float4 *own = outputs + 2 * i * pieces * 128, *along = own + pieces * 128;
+            const float moved[2] = {weight[0] * (mid[0] - centre[0]), weight[1] * (mid[1] - centre[1])};
+            unroll<pieces>([&](int n) {
+                const float4 x = __ldcg(own + n * 128), y = __ldcg(along + n * 128);
+                const float a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+                unroll<4>([&](int e) {
+                    const int r = e / 2;
+                    o[4 * n + e] = fmaf(weight[r], a[e], o[4 * n + e]);
+                    to[4 * n + e] = fmaf(moved[r], a[e], fmaf(weight[r], b[e], to[4 * n + e]));
+                });
+            });
+        });
+        return true;
+    }
+
     __device__ __forceinline__ void end_row() {
         float sum[2], normal[2];
         unroll<2>([&](int r) {
             sum[r] = quad_sum(state.sum[r]);
             normal[r] = sum[r] == 0.0f ? 0.0f : __fdividef(cfg::dropout > 0 ? static_cast<float>(p.dropout_scale) : 1.0f, sum[r]);
         });
+        bool whole = true;
+        if constexpr (cfg::split) {
+            const Part part = shared.part(q.stage);
+            if (uniform(part.count > 1)) whole = merge_parts(part, sum, normal);
+        }
+        if (whole) write_row(sum, normal);
+        ptx::mbarrier_arrive(shared.barrier(q_empty + q.stage));
+        q.advance();
+    }
+
+    __device__ __forceinline__ void write_row(const float (&sum)[2], const float (&normal)[2]) {
         write(o, normal, o_map, p.o, shared.q(q.stage));
         write(to, normal, to_map, p.to, shared.q(q.stage) + o_part);
         write_statistics(p, work, row(), state, sum);
@@ -220,8 +301,6 @@ struct TangentConsumer {
             if (threadIdx.x % 4 == 0 && is_query(p, i)) tlse[i * p.tlse.row] = sum[r] == 0.0f ? 0.0f : centre[r];
         });
         if (stage_output && threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
-        ptx::mbarrier_arrive(shared.barrier(q_empty + q.stage));
-        q.advance();
     }
 
     __device__ __forceinline__ void run() {

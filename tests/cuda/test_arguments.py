@@ -1,7 +1,7 @@
 """Strides, packed arguments and random keys, without a GPU."""
 
 import ctypes
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -67,10 +67,10 @@ def test_load_bytes_follow_address_and_strides():
     assert arguments.load_bytes(device_like(x[:1, :1, 8:])) == 16
 
 
-def kernel(values, maps=(), **more):
+def kernel(values, maps=(), more_slots=MappingProxyType({}), **more):
     """Return a launch that is never made."""
     names, maps = {name: number for number, name in enumerate(("a", "b"))}, [(name, None) for name in maps]
-    slots = {"q.data": "a", "o.data": "b"}
+    slots = {"q.data": "a", "o.data": "b", **more_slots}
     return Kernel(0, names, "sm80/fwd.cu", "kernel", {}, (1,), 32, PARAMS, values, slots, maps=maps, **more)
 
 
@@ -89,8 +89,21 @@ def test_arguments_hold_values_and_addresses(monkeypatch):
         assert (record["n_keys"], record["q.row"], record["scale"]) == (7, -3, 0.5)
         assert (record["q.data"], record["o.data"], record["k.data"]) == (*addresses, 0)
     assert len(made._idle) == 1 and record_of(made._piece())["q.data"] == 0
-    words, _, arguments = kernel({}, maps=["a", "b"])._piece()
-    assert len(words) == PARAMS.itemsize // 8 + 3 and arguments == words[-3] + PARAMS.itemsize
+    piece = kernel({}, maps=["a", "b"])._piece()
+    assert len(piece.words) == PARAMS.itemsize // 8 + 3 and piece.arguments == piece.words[-3] + PARAMS.itemsize
+
+
+def test_addresses_of_tables_are_those_of_the_launch(monkeypatch):
+    """Whether a launch is given the tables of the one before, equal ones, others or none."""
+    started = []
+    monkeypatch.setattr(Kernel, "_start", lambda self, piece, maps, stream: started.append(record_of(piece)))
+    tables = {"table.cols": 0, "table.bits": 1}
+    made = kernel({}, more_slots={slot: slot for slot in tables}, tables=tables)
+    first, second = [21, 22], [31, 32]
+    for given in (first, first, second, [*second], first):
+        made.launch((11, 12), 0, given)
+        record = started.pop()
+        assert [record[slot] for slot in tables] == given and (record["q.data"], record["o.data"]) == (11, 12)
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import gc
 import math
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +19,7 @@ from cuattn.cuda.merge import merge_sequence
 from cuattn.cuda.params import MAX_PARTS, PARAMS
 from tests.cuda.cases import BF16, CASES, Case, case_of
 from tests.cuda.nvrtc import compile_log
-from tests.cuda.recording import BASE, MASK, TICKET, Launch, Zeroed, prepared, validated
+from tests.cuda.recording import BASE, MASK, TICKET, Launch, Stream, Zeroed, prepared, validated
 from tests.cuda.recording import driver as driver
 from tests.strategies import cases
 
@@ -159,11 +161,42 @@ def test_a_graph_holds_tables_that_a_mask_keeps(driver):
     case = case_of("column")
     call = prepared(case)
     made = families.launch_sequence(*call[:3])
-    kept = SimpleNamespace(addresses=[0] * len(made._tables[0].slots))
+    kept = SimpleNamespace(addresses=[0] * len(made._tables[0].slots), home=None, use=lambda stream: None)
     for table in made._tables:
         table.find = lambda *_: kept
     driver.run(made, call.addresses, call.masks, capturing=True)
-    assert kept in driver.held
+    assert kept in driver.held[0].tables
+
+
+def test_calls_of_one_mask_share_its_tables(driver, monkeypatch):
+    """They are made once for each place and tile; a stream that did not write them waits, and all die with the mask."""
+    made, waiting = [], []
+
+    class Kept:
+        def __init__(self, table, masks, shift, stream):
+            self.home, first = stream, 1000 * len(made)
+            self.addresses = [*range(first, first + len(table.slots))]
+            made.append(weakref.ref(self))
+
+        def use(self, stream):
+            waiting.append(stream)
+
+    monkeypatch.setattr(tables.MaskTables, "_make", lambda *given: Kept(*given))
+    call = prepared(case_of("column"))
+    sequences, stream = [families.launch_sequence(*call[:3]) for _ in range(2)], Stream()
+    for made_for in sequences:
+        for _ in range(2):
+            kept = made_for._kept(call.masks, 0, stream, False)
+            assert kept.addresses == [address for table in kept.tables for address in table.addresses]
+            assert {one() for one in made} == {*kept.tables}
+    before = len(made)
+    assert not waiting and sequences[0]._kept(call.masks, 0, Stream(), True).tables == kept.tables
+    assert len(waiting) == before
+    assert sequences[0]._kept(call.masks, 3, stream, True) is None
+    assert sequences[0]._kept(call.masks, 3, stream, False) and len(made) == 2 * before
+    del kept, call
+    gc.collect()
+    assert not any(one() for one in made)
 
 
 @pytest.mark.parametrize("kernel", ["sm80", "sm90"])

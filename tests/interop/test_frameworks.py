@@ -116,28 +116,56 @@ def test_tensors_like_those_that_were_met_are_known_by_one_comparison(monkeypatc
     torch = library("torch")
     monkeypatch.setattr(torch_tensors, "_met", {})
     x, k = (torch.randn(4, 8, 8) for _ in range(2))
-    layouts, addresses = signature([x, None, k])
-    ((check, _),) = torch_tensors._met[x.shape, torch.Tensor, type(None), torch.Tensor]
+    layouts, addresses = signature({"q": x, "k": k})
+    ((check, _),) = torch_tensors._met[x.shape, ("q", "k"), True]
     assert check(x, k) and not check(x, x)
     other = torch.randn(4, 8, 8)
-    assert signature([other, None, k])[0] is layouts
-    assert signature([other, None, k])[1] == [other.data_ptr(), 0, k.data_ptr()] != addresses
+    assert signature({"q": other, "k": k}) == (layouts, [other.data_ptr(), k.data_ptr()]) != (layouts, addresses)
+    assert signature({"q": other, "bias": k})[0] != layouts
     longer, wanted = torch.randn(4, 8, 16), torch.randn(4, 8, 8, requires_grad=True)
     unlike = [x.double(), x[:3], x.mT, longer[..., :8], longer[..., ::2], x.to("meta"), torch._neg_view(x), wanted]
     unlike.append(torch.zeros(257)[1:].view(4, 8, 8))
     alone = []
     for value in [*unlike, *unlike]:
-        alone.append(signature([value, None, k]))
+        alone.append(signature({"q": value, "k": k}))
         assert alone[-1] is None or alone[-1][0] != layouts
     assert alone[: len(unlike)] == alone[len(unlike) :] and [found is None for found in alone].count(True) == 4
     with torch.no_grad():
-        assert signature([wanted, None, k])[0] == layouts
-    assert signature([wanted, None, k]) is None
+        for _ in range(2):
+            assert signature({"q": wanted, "k": k})[0] == layouts
+    assert signature({"q": wanted, "k": k}) is None
     with torch.autograd.forward_ad.dual_level():
-        assert signature([x, None, k]) is None
+        assert signature({"q": x, "k": k}) is None
     monkeypatch.setattr(torch_tensors, "_met", {})
     monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)  # as another version may be without it
-    assert signature([x, None, k]) == (layouts, addresses) and not torch_tensors._met
+    assert signature({"q": x, "k": k}) == (layouts, addresses) and not torch_tensors._met
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.transpose_(0, 2),
+        lambda x: x.resize_(4, 8, 4),
+        lambda x: x.set_(x[1:].clone()),
+        lambda x: x.set_(x.untyped_storage(), 1, (3, 8, 8)),
+        lambda x: setattr(x, "data", x.double()),
+        lambda x: x.requires_grad_(),
+        lambda x: x.squeeze_(),
+        lambda x: x.mul_(2),
+    ],
+)
+def test_a_tensor_that_changes_in_place_is_looked_at_anew(change, monkeypatch):
+    torch = library("torch")
+    x, others = torch.randn(4, 8, 8), {"k": torch.randn(4, 8, 8), "v": torch.randn(4, 8, 8)}
+    first = signature({"q": x, **others})
+    assert signature({"q": x, **others}) == first
+    change(x)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            found = signature({"q": x, **others})
+            monkeypatch.setattr(torch_tensors, "_met", {})
+            assert found == signature({"q": x, **others})
+            assert grad or found is not None
 
 
 # JAX on the CPU

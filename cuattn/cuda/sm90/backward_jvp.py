@@ -18,7 +18,8 @@ from cuattn.cuda.sm80.jvp import TangentCall
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.backward import Backward
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS, sharing_cache
-from cuattn.cuda.sm90.tensor_map import MappedCall
+from cuattn.cuda.sm90.parts import count_first_parts
+from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS, MappedCall
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
 from cuattn.problem import DTYPES, Problem
@@ -58,8 +59,9 @@ class AlongTangents(TangentCall, MappedCall):
 
     @property
     def _sums(self) -> dict[str, str]:
-        """Return what takes the address of dq's sums."""
-        return {"dq_acc": "tdq_acc"} if self._one_pass else {}
+        """Return what takes the addresses of dq's sums, and of what parts of first tiles leave."""
+        parts = {"dk_acc": "tparts", "counters": "tcounters"} if self._in_parts else {}
+        return parts | ({"dq_acc": "tdq_acc"} if self._one_pass else {})
 
     @property
     def _maps(self) -> dict[str, str]:
@@ -73,6 +75,26 @@ class AlongTangents(TangentCall, MappedCall):
     @property
     def _slabs(self) -> tuple[int, int]:
         return cdiv(self.problem.head_dim, SLAB_COLUMNS), cdiv(self.problem.head_dim_v, SLAB_COLUMNS)
+
+    def _heads(self, keys_own: bool) -> int:
+        """Return how many heads the owners are of."""
+        return self.problem.instances // (self.problem.group if keys_own else 1)
+
+    def _first_parts(self, keys_own: bool) -> int:
+        """Return into how many parts the first tile of each head is divided in a launch."""
+        problem = self.problem
+        own, other = problem.n_keys, problem.n_queries
+        if not keys_own:
+            own, other = other, own
+        owners, tiles = cdiv(own, _OWN) * self._heads(keys_own), cdiv(other, self._ring(keys_own).streamed)
+        return count_first_parts(problem, owners, tiles, self.device.multiprocessors)
+
+    @functools.cached_property
+    def _in_parts(self) -> dict[bool, int]:
+        """Of launches whose first tiles are divided, by whether keys own: into how many parts."""
+        owners = (True,) if self._one_pass else (False, True)
+        parts = {keys_own: self._first_parts(keys_own) for keys_own in owners}
+        return {keys_own: count for keys_own, count in parts.items() if count > 1}
 
     def _ring(self, keys_own: bool) -> Ring:
         """Return the ring of a launch; shared memory as kernels/sm90/bwd_jvp_layout.cuh lays it out."""
@@ -117,6 +139,14 @@ class AlongTangents(TangentCall, MappedCall):
         if self._one_pass:
             size = self.problem.instances * pad(self.problem.n_queries, _OWN) * SLAB_COLUMNS
             scratch["tdq_acc"] = Array((size,), np.dtype(np.float32))
+        if self._in_parts:
+            slabs, slabs_v = self._slabs
+            sizes = [
+                self._heads(keys_own) * parts * _OWN * SLAB_COLUMNS * (slabs + slabs_v * keys_own)
+                for keys_own, parts in self._in_parts.items()
+            ]
+            scratch["tparts"] = Array((max(sizes),), np.dtype(np.float32))
+            scratch["tcounters"] = Array((self._counters,), np.dtype(np.int32))
         super().begin(scratch, counters, arithmetic)
 
     def add_tangents(self) -> Plan:
@@ -138,9 +168,16 @@ class AlongTangents(TangentCall, MappedCall):
             note = "dq by a pass of its own over the scores; all sums in a fixed order"
         return self.planned("sm90/bwd_jvp.cu", (by_keys.streamed, _OWN), _WARPS, by_keys.shared_bytes, constants, note)
 
+    @property
+    def _counters(self) -> int:
+        """How many counters tell which part of a first tile is done last: one for each warpgroup."""
+        return _OWN // WARPGROUP_ROWS * self._heads(False not in self._in_parts) if self._in_parts else 0
+
     def _convert(self, constants: Constants, ring: Ring) -> None:
         """Append the launch that turns the sums of dq into rows."""
-        constants = constants | {"keys_own": True, "block_m": ring.streamed, "block_n": _OWN, "stages": ring.stages}
+        constants = constants | {
+            "keys_own": True, "block_m": ring.streamed, "block_n": _OWN, "stages": ring.stages, "first_parts": 1,
+        }  # fmt: skip
         fields, own = self.tangents((), {"tdq.data": "tdq", "dq_acc": "tdq_acc"})
         blocks = self.problem.instances * pad(self.problem.n_queries, _OWN) // ring.streamed
         self.add("sm90/bwd_jvp_convert.cu", "backward_jvp_convert", constants, (blocks,), 4, fields, own=own)
@@ -152,13 +189,15 @@ class AlongTangents(TangentCall, MappedCall):
         constants = constants | of | {
             "dlse": self.has("dlse") > 0, "ddo": "ddo" in self.arrays,
             "whole_loads": self.load_bytes("o", "to", "do", "tdo") == 16,
+            "first_parts": max(self._in_parts.values(), default=1),
         }  # fmt: skip
         slots = {"rows": "rows", **self._sums}
         fields, own = self.tangents(("tdo", "to", "tlse", "ddo"), slots)
         blocks = min(
             cdiv(problem.instances * pad(problem.n_queries, _OWN), _ROW_WARPS * _ROWS), 16 * self.device.multiprocessors
         )
-        self.add("sm90/bwd_jvp_rows.cu", "backward_jvp_rows", constants, (blocks,), _ROW_WARPS, fields, own=own)
+        launched = "sm90/bwd_jvp_rows.cu", "backward_jvp_rows", constants, (blocks,), _ROW_WARPS
+        self.add(*launched, fields | {"splits": self._counters}, own=own)
 
     def _add(self, constants: Constants, keys_own: bool, ring: Ring) -> None:
         """Append the launch that sums dq, or dk and dv."""
@@ -166,13 +205,14 @@ class AlongTangents(TangentCall, MappedCall):
         tile = (ring.streamed, _OWN) if keys_own else (_OWN, ring.streamed)
         constants = constants | {
             "keys_own": keys_own, "block_m": tile[0], "block_n": tile[1], "stages": ring.stages,
+            "first_parts": self._in_parts.get(keys_own, 1),
         }  # fmt: skip
         counts = tile_counts(problem, tile)
-        heads = problem.instances // problem.group if keys_own else problem.instances
+        heads = self._heads(keys_own)
         length = problem.n_queries * problem.group if keys_own else problem.n_keys
         ordered = bool(problem.masks) or problem.band is not None
         counts["section"] = min(sharing_cache(2 * length * row_bytes(problem)) if ordered else 1, heads)
-        work = counts["key_tiles" if keys_own else "row_tiles"] * heads
+        work = (counts["key_tiles" if keys_own else "row_tiles"] + self._in_parts.get(keys_own, 1) - 1) * heads
         written = ("tdk", "tdv") if keys_own else ("tdq",)
         names = ("tq", "tk", "tv", "tbias", "tdo")
         slots = {"rows": "rows", **{f"{name}.data": name for name in written}, **self._sums}

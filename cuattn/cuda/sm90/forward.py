@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -84,10 +85,10 @@ _ROOMY_TILE = Tile(128, 64, 4, 2)  # where registers are fewer
 _MIDDLE_TILE, _MIDDLE_HEAD_DIM = Tile(192, 96, 2, 2), 96  # of plain calls, up to that many columns
 _SHORT_KEYS, _SHORT_ROWS, _FEW_QUERIES = 512, 256, 32  # at most, at most; more than
 _STEP = 31  # keys that a step takes as long for as for what it does once
-_WIDE_TILE = Tile(256, 64, 3, 2)  # of four warpgroups, for 64 columns where nothing but such a bias takes registers
+_WIDE_TILE = Tile(256, 64, 4, 1)  # of four warpgroups, for 64 columns where nothing but such a bias takes registers
 KEY_BIAS_BYTES = 16  # beside a float for each key; and a key's, in parts
 HALVES_BYTES = 128  # what parts are multiplied by
-_SPLIT_KEYS = 1 << 28  # key tiles are counted in fewer bits
+_SPLIT_KEYS = 1 << 27  # key tiles are counted in fewer bits
 _SPLIT_HEAD_DIM = 128
 _LEAST_KEYS = 80  # of a tile that has all keys
 _FEW_KEYS = 64  # of a tile where each element is looked up somewhere: more of them find no registers
@@ -374,18 +375,22 @@ class Cut:
         mail = 16 * q_stages + _LIST_BYTES + 4 * boolean + 4 * stages + 12
         mail += 24 * (bool(self.bias_form) or self.split_score is not None)
         mail += 8 * stages * (1 + cdiv(block_n, 32)) * self.split_bias
-        mail += 12 * q_stages * (self.splits > 1)
-        return pad(tiles + barriers, 16) + mail
+        size = pad(tiles + barriers, 16) + mail
+        return pad(size, 16) + 16 * q_stages if self.splits > 1 else size
 
     def divide(self, multiprocessors: int) -> None:
         """Choose lower tiles, and divide long rows' keys into parts, where so many multiprocessors are done sooner."""
         problem = self.problem
-        if not leaves_scores(problem) or problem.twin or self._is_window:
+        # What tensor cores add changes no scores that threads have.
+        changed = replace(problem, bias=None, score=None) if self._splits else problem
+        if not leaves_scores(changed) or problem.twin or self._is_window:
             return
         if (problem.n_keys <= _SHORT_KEYS and problem.n_queries <= _SHORT_ROWS) or self.tile == _MIDDLE_TILE:
             return  # which are chosen already
         if problem.out_dtype != problem.dtype:  # what is not rounded sums in the same order
-            rounded = Cut(replace(problem, out_dtype=problem.dtype))
+            rounded = copy(self)
+            rounded.problem = replace(problem, out_dtype=problem.dtype)
+            rounded.tile = rounded._tile()
             rounded.divide(multiprocessors)
             self.tile = _ROOMY_TILE if rounded.tile == _HIGH_TILE else self.tile
         chosen, time = self.tile, math.inf
@@ -420,7 +425,7 @@ class Cut:
         problem, counts = self.problem, tile_counts(self.problem, tile)
         warpgroups = counts["row_tiles"] * problem.instances * tile.block_m // WARPGROUP_ROWS
         fits = problem.head_dim_v <= _SPLIT_HEAD_DIM and counts["key_tiles"] < _COUNTED
-        fits = fits and problem.n_keys > _SHORT_KEYS and tile != _HIGH_TILE
+        fits = fits and problem.n_keys > _SHORT_KEYS and tile != _HIGH_TILE and not self._splits
         return fits and warpgroups < COUNTERS and tile.min_blocks == 1
 
     @property

@@ -2,11 +2,13 @@
 
 from typing import Any, NamedTuple
 
+from cuattn.cuda.arguments import Array
 from cuattn.cuda.constants import Constants
-from cuattn.cuda.device import Device
+from cuattn.cuda.device import COUNTERS, Device
 from cuattn.cuda.sm80.jvp import TangentCall
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.forward import ROW_BYTES, SLAB_COLUMNS
+from cuattn.cuda.sm90.parts import count_first_parts
 from cuattn.cuda.sm90.tensor_map import WARPGROUP_ROWS
 from cuattn.io_model.sizes import cdiv
 from cuattn.plans import Plan
@@ -55,7 +57,29 @@ class Cut(forward.Cut):
         self.counts["section"] = min(max(self.counts["section"] // 2, problem.group), problem.instances)
 
     def divide(self, multiprocessors: int) -> None:
-        """Leave rows whole."""
+        """Divide the first row tile's keys where it may be far longer than others."""
+        if self._warpgroups_first < COUNTERS:
+            tiles = self.counts["key_tiles"]
+            self.splits = count_first_parts(self.problem, self.blocks, tiles, multiprocessors)
+
+    @property
+    def _warpgroups_first(self) -> int:
+        """How many warpgroups of all heads have rows of a first row tile."""
+        return self.problem.instances * self.tile.block_m // WARPGROUP_ROWS
+
+    @property
+    def work(self) -> int:
+        """Row tiles of all heads, and parts of them."""
+        return self.blocks + self.problem.instances * (self.splits - 1)
+
+    @property
+    def scratch(self) -> tuple[dict[str, Array], int]:
+        """What parts of the first row tiles leave for the last one, and how many counters tell which that is."""
+        if self.splits == 1:
+            return {}, 0
+        threads = (self._warpgroups_first, self.splits, 2, 32 * 4)
+        shapes = {"o_part": (*threads, self.head_dim_v // 2), "l_part": (*threads, 4)}
+        return {name: Array(shape, self.problem.stat_dtype) for name, shape in shapes.items()}, self._warpgroups_first
 
     def _tile(self) -> forward.Tile:
         row = next(row for row in _TILES if max(self.head_dim, self.head_dim_v) <= row.head_dim)
@@ -71,8 +95,10 @@ class Cut(forward.Cut):
         tq, tk, tv = (name in problem.tangents for name in "qkv")
         results = slabs_v if problem.out_dtype == problem.dtype else 0
         queries = max((1 + tq) * slabs, 2 * results) - max(slabs, results)
-        return super().shared_bytes + ROW_BYTES * (
-            q_stages * block_m * queries + stages * block_n * (tk * slabs + tv * slabs_v)
+        return (
+            super().shared_bytes
+            + ROW_BYTES * (q_stages * block_m * queries + stages * block_n * (tk * slabs + tv * slabs_v))
+            + 4 * (block_m // WARPGROUP_ROWS) * (self.splits > 1)
         )
 
     def slow_reason(self, device: Device) -> str | None:
@@ -89,7 +115,7 @@ class Cut(forward.Cut):
     @property
     def constants(self) -> Constants:
         """The prologue of the kernel."""
-        return {**super().constants, "overlap": True, "diagonal": False}
+        return {**super().constants, "overlap": True, "diagonal": False, "first_parts": self.splits}
 
 
 class Jvp(forward.Forward, TangentCall):
@@ -106,10 +132,11 @@ class Jvp(forward.Forward, TangentCall):
     def prepare(self) -> Plan:
         cut = self._cut
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
-        self.begin({}, counters=1, arithmetic=self.arithmetic)
+        scratch, counters = cut.scratch
+        self.begin(scratch, counters=1 + counters, arithmetic=self.arithmetic)
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "to", "tlse"))
         warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
-        launched = cut.path, "attention_jvp", constants, cut.blocks, warps, cut.counts | fields, (*tile, WARPGROUP_ROWS)
+        launched = cut.path, "attention_jvp", constants, cut.work, warps, cut.counts | fields, (*tile, WARPGROUP_ROWS)
         beside = {name: name if name in self.arrays else name[1:] for name in ("tq", "tk", "tv")}
         self.add_mapped(*launched, size, ("o", "to"), beside, own=own)
         return self.planned(cut.path, tile, warps, size, constants)

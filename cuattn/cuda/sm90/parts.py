@@ -1,4 +1,4 @@
-"""How many blocks of Hopper's backward share a key tile.
+"""How many blocks of Hopper's backward share a key tile; along tangents, a head's first row or key tile.
 
 One block has all query heads that share the tile.  Then most multiprocessors may wait for the longest, which under
 causality is as long as two others; and few heads may have fewer key tiles than there are multiprocessors.  So the
@@ -19,6 +19,9 @@ from cuattn.problem import Band, Problem
 # Rows that a block could walk while it begins and ends a key tile; while a part travels; while a launch begins.
 _ITEM_ROWS, _PART_ROWS, _PASS_ROWS = 128, 256, 128
 _MANY = 8  # key tiles for each multiprocessor, of which none need be shared
+_FIRST_PARTS, _LEAST_PART = 4, 8  # of a head's first tile, at most; tiles of the other side in each, at least
+_FEW = 16  # tiles for each multiprocessor, up to which one that sees all takes as long as what another one has
+_MOST_COUNTED = 1 << 15  # tiles of the other side
 _SLICES, _WORTH = 8, 0.97  # of a head's rows, at most; share of the time that parts may take to be worth it
 # If key tiles differ, blocks drift apart by this share of the longest item's time.  What they share leaves the L2 cache
 # if they walk more bytes than these side by side, which costs this share of the time whenever those double.
@@ -109,3 +112,24 @@ def count_parts(problem: Problem, counts: Mapping[str, int], block_n: int, moved
     times = {n: time(n) for n in found if n == 1 or tiles * n <= 2 * most}
     best = min(times, key=times.__getitem__)
     return best if times[best] < _WORTH * times[1] else 1
+
+
+def count_first_parts(problem: Problem, owners: int, tiles: int, multiprocessors: int) -> int:
+    """Return into how many parts each head's first row or key tile is divided, by the tiles of the other side.
+
+    Global tokens come first, see all and are seen by all: of few heads, their tile takes longer than all the others.
+    Whether a mask has such tokens is not asked, so that masks which say the same give the same bits.
+
+    Parameters
+    ----------
+    problem : Problem
+    owners : int
+        Row or key tiles of all heads.
+    tiles : int
+        Of the other side, of a head.
+    multiprocessors : int
+    """
+    masked = bool(problem.masks) or problem.twin
+    if not masked or owners > _FEW * multiprocessors or tiles >= _MOST_COUNTED:
+        return 1
+    return max(min(tiles // _LEAST_PART, _FIRST_PARTS), 1)

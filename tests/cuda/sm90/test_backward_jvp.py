@@ -18,6 +18,8 @@ CASES = [
     sized("d128 dropout causal", 400, 400, 128, options={"dropout_p": 0.3, "rng": 42, **CAUSAL}),
     sized("blocks", 300, 400, 128, mask=blocks_of(24, 40)),
     sized("softcap", 300, 400, options={"softcap": 3.0}),
+    sized("columns parts", 1100, 400, mask=columns_of),
+    sized("d128 columns parts", 1100, 2100, 128, mask=columns_of),
 ]
 
 EXCEPTIONS = {"blocks": 32}  # bytes that a thread may spill where it looks at blocks
@@ -59,6 +61,20 @@ def test_launches(case, driver):
         block_m, block_n = launch.constants["block_m"], launch.constants["block_n"]
         assert all(boxes[name].box_rows == block_m for name in owners)
         assert all(boxes[name].box_rows == block_n for name in others)
+
+
+@pytest.mark.parametrize(("heads", "parts"), [(8, 4), (80, 1)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_first_tiles_are_divided_where_masks_may_make_them_far_longer(heads, parts, deterministic, driver):
+    case = sized("columns", 4000, 4000, batch=(1,), heads=heads, kv_heads=4, mask=columns_of)
+    call = prepared(case, "double_backward", kernel="sm90", deterministic=deterministic)
+    launches, _ = driver.run(launch_sequence(*call[:3]), call.addresses, call.masks, capturing=True)
+    rows, *owners = [x for x in launches if "bwd_jvp" in getattr(x, "path", "") and "convert" not in x.path]
+    of_keys = 4 if 4 * 32 <= 16 * 132 else 1
+    expected = [(4, of_keys)] if not deterministic else [(heads, parts), (4, of_keys)]
+    assert [(x.grid[0], x.constants["first_parts"]) for x in owners] == [(n * (32 + p - 1), p) for n, p in expected]
+    assert rows.argument["splits"] == 2 * max(n for n, p in expected if p > 1)
+    assert len({x.argument["counters"] for x in (rows, *owners)}) == 1
 
 
 @pytest.mark.parametrize(

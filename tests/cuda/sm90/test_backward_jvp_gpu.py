@@ -41,6 +41,9 @@ CASES = [
     sized("softcap", 300, 400, options={"softcap": 3.0}, **ONE),
     sized("d128 softcap", 400, 400, 128, dtype=F16, options={"softcap": 3.0, **CAUSAL}, **ONE),
     sized("sharp", 300, 400, options={"scale": 8.0}, **ONE),
+    sized("grouped columns parts", 1100, 150, heads=2, kv_heads=1, mask=columns_of, **ONE),
+    sized("d128 columns parts", 550, 150, 128, heads=1, kv_heads=1, mask=columns_of, **ONE),
+    sized("boolean parts", 150, 1100, 128, heads=1, kv_heads=1, mask=dense_of, **ONE),
 ]
 
 

@@ -90,13 +90,14 @@ def test_counts_cover_ragged_ends():
     assert (tiles["row_tiles"], tiles["key_tiles"]) == (2, 3)
 
 
-def divided(p: Problem, multiprocessors: int = H200.multiprocessors) -> Cut:
+def divided(p: Problem, multiprocessors: int = H200.multiprocessors, bias=None) -> Cut:
     """Return how a problem is cut on so many multiprocessors."""
-    cut = Cut(p)
+    cut = Cut(p, bias)
     cut.divide(multiprocessors)
     return cut
 
 
+LOW = {"batch": (4,), "heads": 16, "kv_heads": 16, "n_queries": 2048, "n_keys": 2048}  # rows of which 256 make a tile
 FEW = {"batch": (1,), "heads": 2, "kv_heads": 2, "n_queries": 16384, "n_keys": 16384}
 
 
@@ -330,13 +331,27 @@ def cuts() -> list[Cut]:
         Cut(problem(128, bias=FLOAT32, band=CAUSAL), keys),
     ]
     parts = [problem(d, **FEW | {"band": band}) for d in (64, 128) for band in (None, CAUSAL)]
+    broadcast.append(divided(problem(64, bias=FLOAT32, **LOW), bias=rows))
     return [*map(Cut, VARIANTS), *broadcast, *map(Cut, SHORT), *(divided(p, 1000) for p in parts)]
+
+
+@pytest.mark.parametrize("band", [None, CAUSAL])
+@pytest.mark.parametrize("n", [1024, 2048, 4096, 16384])
+def test_what_tensor_cores_add_changes_no_tile(n, band):
+    sizes = {**LOW, "n_queries": n, "n_keys": n, "band": band}
+    plain, biased = (
+        divided(problem(64, **sizes)),
+        divided(problem(64, bias=FLOAT32, **sizes), bias=array((1, 1, 1, n), FLOAT32)),
+    )
+    assert biased.tile == plain.tile and biased.splits == 1
+    unrounded = divided(problem(64, bias=FLOAT32, out_dtype=FLOAT32, **sizes), bias=array((1, 1, 1, n), FLOAT32))
+    assert unrounded.tile.block_n == biased.tile.block_n
 
 
 def name_of(cut: Cut) -> str:
     p = cut.problem
     short = f" n {p.n_queries}" if p.n_keys <= 512 else ""
-    return f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap} {cut.bias_form} {cut.splits}{short}"
+    return f"d{p.head_dim} {p.masks} {p.dropout} {p.softcap} {cut.bias_form} {cut.tile.block_m} {cut.splits}{short}"
 
 
 @pytest.mark.parametrize("cut", cuts(), ids=name_of)

@@ -8,7 +8,7 @@ import pytest
 from cuattn.cuda import families
 from cuattn.cuda.sm90.jvp import Cut, Jvp, unsupported_reason
 from cuattn.errors import UnsupportedError
-from tests.cuda.cases import BF16, F16, Case, case_of, columns_of, dense_of
+from tests.cuda.cases import BF16, F16, Case, case_of, columns_of, dense_of, sized
 from tests.cuda.nvrtc import kernel_resources
 from tests.cuda.recording import H200, TICKET, prepared, scored
 from tests.cuda.recording import driver as driver
@@ -32,6 +32,8 @@ MORE = [
     case_of("bias"),
     case_of("bias row"),
     case_of("everything"),
+    Case("column parts", n_keys=2100, mask=columns_of),
+    Case("dense parts d128", n_keys=1100, head_dim=128, mask=dense_of),
     Case("float32 results", options={"out_dtype": np.float32, "window": (30, 20, "top_left")}),
 ]
 MOST = 32  # bytes that a thread may spill beside a bias and its tangent
@@ -73,6 +75,19 @@ def test_launch(driver):
     assert [argument[f"t{name}.data"] for name in TANGENTS] == [call.addresses[f"t{name}"] for name in TANGENTS]
     assert argument["tk.head"] == 1000 * 64 and argument["counters"] == TICKET
     assert [view.box_rows for view in found.maps] == [128, 128, 128, 64, 64, 128, 128, 128]
+
+
+@pytest.mark.parametrize(("heads", "parts"), [(8, 4), (80, 1)])
+def test_first_rows_are_divided_where_masks_may_make_them_far_longer(heads, parts, driver):
+    case = sized("columns", 4000, 4000, batch=(1,), heads=heads, kv_heads=heads, mask=columns_of)
+    call = prepared(case, "jvp", kernel="sm90")
+    made = families.launch_sequence(*call[:3])
+    *_, found = driver.run(made, call.addresses, call.masks, capturing=True)[0]
+    assert (found.constants["split"], found.constants["first_parts"]) == (parts > 1, parts)
+    assert found.grid == (min(heads * (32 + parts - 1), 132),)
+    of_part = 2 * 128 * (64 // 2 + 4) * 4  # two results, and of each row six numbers, in units of 16 bytes
+    assert made.scratch_bytes == 2 * heads * parts * of_part * (parts > 1)
+    assert (found.argument["o_part"] > 0) == (parts > 1)
 
 
 def test_what_has_no_tangent_is_not_read(driver):

@@ -8,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cuattn
+from cuattn import masks
 from cuattn.errors import UnsupportedError
-from tests.cuda.cases import BF16, CASES, F16, Case, columns_of, oracle_options, same_bits, sized, to_device
+from tests.cuda.cases import BF16, CASES, F16, Case, columns_of, dense_of, oracle_options, same_bits, sized, to_device
 from tests.derivatives import JVP, Known, results_of, tangents_of
 from tests.strategies import cases
 from tests.tolerances import assert_close
@@ -17,12 +18,23 @@ from tests.tolerances import assert_close
 pytestmark = pytest.mark.gpu
 
 
+def band_of(case, rng):
+    """Return a column mask that is no more than a band, and shows all rows most keys."""
+    n, beyond = case.n_queries, np.arange(case.n_keys) - case.n_keys + case.n_queries
+    return masks.ColumnMask(*np.full((2, case.n_keys), n), np.zeros_like(beyond), beyond.clip(0), n_queries=n)
+
+
+ONE = {"batch": (1,), "heads": 1, "kv_heads": 1}
 OWN = [
     sized("long", 150, 2200, 128, batch=(1,)),
     sized("long causal", 900, 900, batch=(1,), heads=1, kv_heads=1, options={"is_causal": True}),
     sized("many tiles", 130, 140, 128, batch=(1,), heads=70, kv_heads=35),
     sized("many tiles column", 140, 150, batch=(1,), heads=70, kv_heads=70, mask=columns_of),
     sized("rows before the first", 180, 180, batch=(1,), heads=70, kv_heads=70, options={"is_causal": True}),
+    sized("column parts", 150, 2100, mask=columns_of, **ONE),
+    sized("boolean parts", 150, 1100, 128, mask=dense_of, dtype=F16, **ONE),
+    sized("band parts", 150, 2100, mask=band_of, **ONE),
+    sized("unmasked parts", 150, 2100, mask=lambda case, _: masks.full(150, 2100), **ONE),
     Case("dv 128", head_dim_v=128),
     Case("d 128 dv 32", head_dim=128, head_dim_v=32),
 ]
