@@ -90,7 +90,8 @@ def add(
     out : str, optional
         Likewise of the merged arrays; l and m need not be there.
     stacked : int, optional
-        How many parts there are in the arrays of the only name in `parts`; 0: one in the arrays of each.
+        How many parts there are in the arrays of the only name in `parts`, which the launch before makes; 0: one in
+        the arrays of each.
     results : tuple of str, optional
         Those of a forward, or of a jvp.
     """
@@ -106,4 +107,5 @@ def add(
     slots = {name: [f"{name}{part}" for part in parts] for name in results}
     slots |= {f"{name}_out": [f"{name}{out}"] for name in results if f"{name}{out}" in sequence.names}
     dtype = MERGE_JVP_PARAMS if tangents else MERGE_PARAMS
-    sequence.add("util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, dtype, values, slots)
+    launched = "util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, dtype, values, slots
+    sequence.add(*launched, early=stacked > 0)

@@ -71,9 +71,17 @@ __device__ __forceinline__ bool mbarrier_passed(u32 barrier, u32 parity) {
 }
 
 // Lets the next launch begin, if it may before this one has ended, where multiprocessors have no more blocks of this one.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // Waits for the end of the launch before, if this one began before.
-__device__ __forceinline__ void await_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void await_launch_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 }  // namespace ptx

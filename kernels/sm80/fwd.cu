@@ -14,6 +14,7 @@
 //   q                    block_m * head_dim * sizeof(elem)
 //   teams x stages x { k, v }   block_n * (head_dim + head_dim_v) * sizeof(elem), and block_n * 16 with a column mask
 //   maxima               block_m * sizeof(acc), if cfg::flush_every
+#include "ptx/barrier.cuh"
 #include "ptx/registers.cuh"
 #include "sm80/fwd_results.cuh"
 
@@ -137,6 +138,7 @@ extern "C" __global__ __launch_bounds__(threads * cfg::teams, cfg::min_blocks) v
     const u32 q_shared = ptx::shared_address(memory), rings = q_shared + q_bytes, kv_shared = rings + team() * ring_bytes;
     __shared__ Work works[cfg::teams];
     Work& w = works[team()];
+    if constexpr (cfg::split && !cfg::merges) ptx::launch_dependents();  // util/merge.cu, which waits for all of this
     if (thread() == 0) locate(p, w);
     __syncthreads();  // works are written
     // Line 6 and algorithm 5's 8; FlashMask's 10-15: tiles that hide everything are passed over.

@@ -1,33 +1,4 @@
-// dK and dV of kernels/sm90/bwd.cu for whose key tiles there were several blocks (cfg::in_parts): their parts, added in order and rounded once.
-//
-// dk_acc, dv_acc: [batch][kv_heads][splits][n_keys][columns].  Grid: any; a thread takes 8 elements at a time.
-#include "attn/math.cuh"
-#include "attn/params.cuh"
+// dK and dV of several blocks to a key tile (sm90/bwd_add_parts.cuh), where no dQ is converted beside them.
+#include "sm90/bwd_add_parts.cuh"
 
-constexpr i32 kUnit = 8;
-
-__device__ __forceinline__ i64 units_of(const Params& p, i32 columns) { return i64(p.batch) * p.kv_heads * p.n_keys * (columns / kUnit); }
-
-// The unit with this number of one of the gradients.
-__device__ __forceinline__ void add_parts(const Params& p, const void* parts, void* gradient, i32 columns, i64 unit) {
-    const i64 stride = i64(p.n_keys) * (columns / kUnit), head = unit / stride;
-    const float4* from = static_cast<const float4*>(parts) + 2 * (unit + head * (p.splits - 1) * stride);
-    float sum[kUnit] = {};
-#pragma unroll 4
-    for (i32 part = 0; part < p.splits; ++part, from += 2 * stride) {
-        const float4 low = from[0], high = from[1];
-        sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
-        sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
-    }
-    struct alignas(16) Unit { cfg::grad at[kUnit]; } rounded;
-    unroll<kUnit>([&](int i) { rounded.at[i] = round_to<cfg::grad>(sum[i]); });
-    static_cast<Unit*>(gradient)[unit] = rounded;
-}
-
-extern "C" __global__ void __launch_bounds__(256, 4) backward_add_parts(const __grid_constant__ Params p) {
-    const i64 keys = units_of(p, p.head_dim), all = keys + units_of(p, p.head_dim_v);
-    for (i64 unit = blockIdx.x * i64(blockDim.x) + threadIdx.x; unit < all; unit += i64(gridDim.x) * blockDim.x) {
-        if (unit < keys) add_parts(p, p.dk_acc, p.dk.data, p.head_dim, unit);
-        else add_parts(p, p.dv_acc, p.dv.data, p.head_dim_v, unit - keys);
-    }
-}
+extern "C" __global__ void __launch_bounds__(256, 4) backward_add_parts(const __grid_constant__ Params p) { sm90::bwd::add_parts(p); }

@@ -362,7 +362,7 @@ struct Consumer : Worker {
         const i32 first_key = work.tile * cfg::block_n + 64 * warpgroup;
         if (work.sliced()) return store_slice(x, factor, work, to);
         if constexpr (unrounded)
-            return write_gradient(x, factor, to, key_slice(p, work), p.n_keys, columns, first_key + fragment_row());
+            return write_gradient<adds_parts>(x, factor, to, key_slice(p, work), p.n_keys, columns, first_key + fragment_row());
         stage_gradient(x, factor, staged, stride);
         ptx::barrier_sync(store_barrier + warpgroup, 128);  // it is staged
         if (threadIdx.x % 128 == 0) store_gradient<slab_count>(map, staged, stride, first_key, work.head, work.batch);

@@ -2,11 +2,12 @@
 //
 // Grid: row tiles * instances of q, tiles fastest, from the last to the first: the L2 cache holds what was added up last.  A warpgroup
 // takes the part that its namesake there added up.  With cfg::tail a block for each slab of dK and dV of the key tiles
-// that several blocks shared comes first.
+// that several blocks shared comes first, with cfg::in_parts those of sm90/bwd_add_parts.cuh.
 #pragma once
 #include "attn/params.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/shared.cuh"
+#include "sm90/bwd_add_parts.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "sm90/gradients.cuh"
 
@@ -47,6 +48,9 @@ __device__ __forceinline__ void convert_queries(const Params& p, const Factor& f
             if (slab < slabs) return add_slices<cfg::head_dim>(p, tile, p.dk_acc, p.dk.data, number, slab, p.head_dim);
             return add_slices<cfg::head_dim_v>(p, tile, p.dv_acc, p.dv.data, number, slab - slabs, p.head_dim_v);
         }
+    }
+    if constexpr (cfg::in_parts) {
+        if (add_parts(p)) return;
     }
     const i32 block = gridDim.x - 1 - blockIdx.x, row_tile = block % p.row_tiles, instance = block / p.row_tiles;
     const i32 first = row_tile * cfg::block_m;

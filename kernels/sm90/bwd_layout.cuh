@@ -134,14 +134,15 @@ struct alignas(16) Work {
 
 // Where key tiles alone would leave multiprocessors without work, several blocks share each (cfg::in_parts): p.splits parts, of which each has
 // p.group of the query heads that share k and v, or one of p.split_tiles slices of one's rows.  p.kv_heads counts parts, Work::head those that
-// differ in heads.  dK and dV go to the workspace, unrounded (sm90/bwd_add_parts.cu).
+// differ in heads.  dK and dV go to the workspace, unrounded: added up there as they come, or each part's its own (sm90/bwd_add_parts.cu).
+constexpr bool adds_parts = cfg::in_parts && !cfg::deterministic;
 __device__ __forceinline__ i32 key_head(const Params& p, const Work& work) {
     return cfg::in_parts ? work.head * p.split_tiles / p.splits : work.head;
 }
 // Of dK and dV.
 __device__ __forceinline__ i32 key_slice(const Params& p, const Work& work) {
-    const i32 head = cfg::in_parts ? work.head * p.split_tiles + work.slice() : work.head;
-    return work.batch * p.kv_heads + head;
+    const i32 head = cfg::in_parts ? work.head * p.split_tiles + work.slice() : work.head, slice = work.batch * p.kv_heads + head;
+    return adds_parts ? slice / p.splits : slice;
 }
 __device__ __forceinline__ void* key_gradient(const Operand& gradient, void* parts) { return cfg::in_parts ? parts : gradient.data; }
 __device__ __forceinline__ void* key_gradient(const Operand& gradient, void* parts, const Work& work) {

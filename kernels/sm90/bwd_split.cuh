@@ -14,7 +14,7 @@ __device__ __forceinline__ void write_keys(const Worker& worker, const Work& wor
     const i32 first_key = work.tile * cfg::block_n + (by_function ? 0 : 64 * warpgroup);
     constexpr u32 stride = cfg::block_n * row_bytes;
     if constexpr (unrounded)
-        write_gradient(x, factor, gradient, key_slice(worker.p, work), worker.p.n_keys, columns, first_key + fragment_row());
+        write_gradient<adds_parts>(x, factor, gradient, key_slice(worker.p, work), worker.p.n_keys, columns, first_key + fragment_row());
     else
         stage_gradient(x, factor, tile, stride);
     ptx::barrier_sync(store_barrier + warpgroup, 128);  // the gradient is staged, and nobody needs to know the key tile any more

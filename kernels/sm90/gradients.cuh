@@ -1,6 +1,7 @@
 // Gradients of a warpgroup's 64 rows (queries or keys) leave the registers: rounded through shared memory, or unrounded.
 #pragma once
 #include "ptx/barrier.cuh"
+#include "ptx/global.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/operands.cuh"
 
@@ -28,8 +29,8 @@ __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, u32 ti
     ptx::bulk_commit();
 }
 
-// Writes a thread's two rows, from a column on.  out: [slice][rows][columns]; row: the thread's first.
-template <int n>
+// Writes a thread's two rows, from a column on, or adds them to what is there.  out: [slice][rows][columns]; row: the thread's first.
+template <bool adds = false, int n>
 __device__ __forceinline__ void write_gradient(const float (&x)[n], float factor, void* out, i32 slice, i32 rows, i32 columns, i32 row,
                                                i32 first_column = 0) {
     cfg::grad* base = static_cast<cfg::grad*>(out) + static_cast<i64>(slice) * rows * columns;
@@ -38,7 +39,8 @@ __device__ __forceinline__ void write_gradient(const float (&x)[n], float factor
         const i32 at = row + 8 * (i / 2 % 2), column = first_column + 8 * (i / 4) + 2 * (threadIdx.x % 4);
         if (at >= rows || column >= columns) continue;
         cfg::grad* to = base + static_cast<i64>(at) * columns + column;
-        if constexpr (unrounded) *reinterpret_cast<float2*>(to) = make_float2(x[i] * factor, x[i + 1] * factor);
+        if constexpr (adds) ptx::red_add_x2(to, x[i] * factor, x[i + 1] * factor);
+        else if constexpr (unrounded) *reinterpret_cast<float2*>(to) = make_float2(x[i] * factor, x[i + 1] * factor);
         else *reinterpret_cast<u32*>(to) = pack(x[i] * factor, x[i + 1] * factor);
     }
 }

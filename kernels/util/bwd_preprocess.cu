@@ -19,8 +19,9 @@ constexpr bool kSplitStat = sizeof(cfg::elem) >= 4;
 constexpr int kThreads = 32 * cfg::warps;
 constexpr int kVector = cfg::load_bytes / int(sizeof(cfg::elem));
 
-// Blocks that share a multiprocessor: the more, the more loads are under way, up to where registers would spill.
+// Blocks that share a multiprocessor: the more, the more loads are under way, up to where registers would spill; of few there are no more.
 constexpr int blocks() {
+    if (cfg::warps > 8) return 2;
 #if __CUDA_ARCH__ >= 900
     if (kVector == 8 && cfg::head_dim_v <= 256) return !same_type<cfg::o_elem, __nv_bfloat16> || cfg::dlse || __CUDA_ARCH__ > 900 ? 4 : 6;
     if (sizeof(cfg::elem) == 4) return 4;
@@ -122,15 +123,18 @@ __device__ __forceinline__ void zero_accumulator(const Params& p, const BatchInd
     if (p.turns != nullptr && threadIdx.x < tiles && tile < p.row_tiles) p.turns[instance * p.row_tiles + tile] = 0;
 }
 
-// The rows of dK and dV from p.shared_key on, counted through all heads, to which several blocks of the key kernel add (p.splits > 1).
+// Several blocks of the key kernel add to dK and dV of all keys.
+constexpr bool adds_parts = cfg::in_parts && !cfg::deterministic;
+
+// The rows of dK and dV from p.shared_key on, counted through all heads, to which several blocks of the key kernel add (p.splits > 1 or adds_parts).
 __device__ __forceinline__ void zero_shared_keys(const Params& p) {
     const i64 rows = i64(p.batch) * p.kv_heads * p.n_keys - p.shared_key;
     const auto zero = [&](void* data, i64 columns) {
         cfg::acc* to = static_cast<cfg::acc*>(data) + p.shared_key * columns;
         for (i64 i = i64(blockIdx.x) * kThreads + threadIdx.x; i < rows * columns; i += i64(gridDim.x) * kThreads) to[i] = 0;
     };
-    zero(p.dk.data, p.head_dim);
-    zero(p.dv.data, p.head_dim_v);
+    zero(adds_parts ? p.dk_acc : p.dk.data, p.head_dim);
+    zero(adds_parts ? p.dv_acc : p.dv.data, p.head_dim_v);
 }
 
 // What the main kernel for compute capability 9.0 adds dBias to, or where it stores that of visible tiles.
@@ -154,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, blocks()) backward_prepro
     const cfg::acc inverse_scale = 1 / p.dropout_scale;
 
     if constexpr (cfg::atomic_dq) zero_accumulator(p, index, head, group);
-    if (sizeof(cfg::elem) == 8 && p.splits > 1) zero_shared_keys(p);
+    if (adds_parts || (sizeof(cfg::elem) == 8 && p.splits > 1)) zero_shared_keys(p);
     if constexpr (zeroed_dbias) zero_bias_gradient(p);
     __shared__ __align__(16) u16 parts[cfg::split_delta ? kStatRows * kDeltaParts : 1];
     bool any_empty = false, any_far = false;

@@ -8,6 +8,7 @@
 // 128 threads; lanes run along the parts for the weights, then along the columns.
 // Grid: rows, and groups of 32 columns (a block takes every gridDim.y-th).
 #include "attn/merge.cuh"
+#include "ptx/barrier.cuh"
 
 constexpr int kWarps = 4;
 constexpr int kRows = kWarps / cfg::row_warps;  // rows per block
@@ -51,6 +52,7 @@ __device__ __forceinline__ void merge(const Params& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = warp % cfg::row_warps;
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + warp / cfg::row_warps, size = p.rows * p.head_dim_v;
     const bool live = row < p.rows;
+    ptx::await_launch_before();  // which makes the parts
     const auto number = [&](const void* const* parts, int part) { return element<Acc>(parts, part, row, p.rows); };
     const Shares<Acc> shares(live ? p.parts : 0, [&](int part) { return number(p.l, part); }, [&](int part) { return number(p.m, part); });
     Acc tlse = 0;

@@ -32,6 +32,7 @@ _CHUNK = 64
 _PART = 256
 STAT_ROWS = 128  # kStatRows: rows that one block of backward_preprocess looks at
 _THREADS = 256  # of backward_preprocess and backward_sum
+_WIDEST = 16  # bytes of an access
 
 
 class SharedKeys(NamedTuple):
@@ -199,12 +200,15 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
     size = problem.dtype.itemsize
     vector = math.gcd(call.load_bytes("do", "o"), problem.head_dim_v * size)
     constants = {
-        "split_delta": False, "dbias": 0, **constants, "head_dim": head_dim, "load_bytes": max(vector, size),
+        "split_delta": False, "dbias": 0, "in_parts": False, "deterministic": False, **constants,
+        "head_dim": head_dim, "load_bytes": max(vector, size),
         "o_elem": DTYPES[problem.dtype if o is None else o.dtype].cuda, "dlse": "dlse" in call.operands,
-        "warps": _THREADS // 32,
     }  # fmt: skip
     blocks = cdiv(problem.n_queries, STAT_ROWS) * problem.instances
-    call.add("util/bwd_preprocess.cu", "backward_preprocess", constants, (blocks,), _THREADS // 32, values)
+    few = size == 2 and vector == _WIDEST and blocks <= 2 * call.device.multiprocessors
+    warps = _THREADS // 32 * (1 + few)  # each block then has more loads under way
+    constants |= {"warps": warps}
+    call.add("util/bwd_preprocess.cu", "backward_preprocess", constants, (blocks,), warps, values)
 
 
 def row_arrays(problem: Problem, vectors: int = 1) -> dict[str, Array]:

@@ -17,6 +17,7 @@ _MERGE_COST = 96  # rows of a warp times (16 + parts) that are merged before a s
 STREAMS = 4  # blocks of few rows side by side on a multiprocessor, or teams of one such block
 _STREAM_KEYS = 32  # keys per tile of such a block
 _STREAM_STAGES = 3
+_NARROW_STREAM = 64  # columns up to which twice as many warps read side by side
 _WIDEST_TEAM, _ROOM_OF_WIDE_TEAMS = 128, 200 << 10  # head dimension of a warp's 32 rows, and bytes of shared memory
 _MIN_SPLIT_TILES = 4  # a part of the key axis shorter than this costs more in merging than it gains
 _KB = 1024
@@ -162,8 +163,9 @@ class Cut:
         if self.products != "half" or tile.warps > 1 or self.chunks > 1:
             return 1
         device, teams = self.device, STREAMS
+        streams = STREAMS * (1 + (self._widest <= _NARROW_STREAM))
         while teams > 1 and (
-            self.blocks * teams > STREAMS * device.multiprocessors
+            self.blocks * teams > streams * device.multiprocessors
             or self.key_tiles < 2 * _MIN_SPLIT_TILES * teams
             or self._shared_bytes(tile, teams) > device.shared_bytes - _KB
         ):

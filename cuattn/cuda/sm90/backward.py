@@ -6,7 +6,8 @@ rows.  Where a row's keys are one key tile, or a block holds dq of a head, that 
 kernel computes dK and dV alone, of 128 keys or 64, and sm90/bwd_rows.cu computes dq.
 
 A block has all query heads that share its key tile.  Where that leaves multiprocessors without work, several blocks
-share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add_parts.cu adds their dK and dV up.
+share it, each with some of the heads, or with a slice of the rows.  They add their dK and dV up in memory; where the
+order must be fixed each leaves its own, and sm90/bwd_add_parts.cuh, which rounds them, adds them up.
 """
 
 import functools
@@ -44,7 +45,8 @@ _DELTA_OPERAND = 8 * ROW_BYTES  # bytes of which a row tile's parts are the firs
 _TURNS, _CAUSAL_TURNS = 16, 32  # heads at least, where key tiles take turns: measured at N 8192
 _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
-_SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
+_FEW_PARTS = 2
+_UNIT_BYTES = 16  # of dk and dv that a thread rounds
 _OWNED, _OWNED_V = 3, 2  # slabs of 128 keys of which dK and dV fit into registers without dQ
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
@@ -250,6 +252,8 @@ class Cut:
         heads, rows = problem.instances // problem.group * self.parts, problem.n_queries * problem.group // self.parts
         differ = problem.group > 1 and problem.band is not None
         least = side_by_side(problem.n_keys, block_n, self._multiprocessors) if differ else 1
+        if self.parts > _FEW_PARTS:
+            least = max(least // 2, 1)  # what ends last is shorter, and the cache counts
         counts = self._counts((block_m, block_n), max(rows, 1) * self._moved, heads, least)
         return Tile(block_m, block_n, size, counts)
 
@@ -305,7 +309,7 @@ class Cut:
             found["dq_acc"] = Array((dq_instances, rows, self.columns), self.problem.stat_dtype)
         if self.parts > 1:
             problem = self.problem
-            parts = problem.instances // problem.group * self.parts, problem.n_keys
+            parts = problem.instances // problem.group * self.stored_parts, problem.n_keys
             found["dk_acc"] = Array((*parts, problem.head_dim), problem.stat_dtype)
             found["dv_acc"] = Array((*parts, problem.head_dim_v), problem.stat_dtype)
         if self.tail:
@@ -313,6 +317,18 @@ class Cut:
             found["dk_acc"] = Array((*keys, self.head_dim), self.problem.stat_dtype)
             found["dv_acc"] = Array((*keys, self.head_dim_v), self.problem.stat_dtype)
         return found
+
+    @property
+    def stored_parts(self) -> int:
+        """Sums of dk and dv for each key tile: of all blocks that share it, or of each."""
+        return self.parts if self.problem.deterministic else 1
+
+    @property
+    def part_blocks(self) -> int:
+        """Blocks that round these sums, or add them up first."""
+        problem = self.problem
+        units = problem.instances // problem.group * problem.n_keys * row_bytes(problem) // _UNIT_BYTES
+        return cdiv(units, 32 * _CONVERT_WARPS) if self.parts > 1 else 0
 
     @property
     def part_fields(self) -> dict[str, int]:
@@ -360,7 +376,8 @@ class Cut:
     @property
     def notes(self) -> list[str]:
         """How dq is made, and who makes dk and dv if that is not one block for each key tile."""
-        shared = f"{self.parts} blocks share a key tile; their parts of dk and dv are added up in a fixed order"
+        order = "a fixed order" if self.problem.deterministic else "memory, in no fixed order"
+        shared = f"{self.parts} blocks share a key tile; their parts of dk and dv are added up in {order}"
         return [self.note, *[shared] * (self.parts > 1)]
 
     @property
@@ -412,7 +429,7 @@ class Backward(MappedCall):
 
     def prepare(self) -> Plan:
         problem, cut = self.problem, self.cut
-        keys, rows, constants = cut.keys, cut.rows, cut.constants
+        keys, constants = cut.keys, cut.constants
         dq_instances = math.prod(self.operands["q"].shape[:-2])
         dbias = BiasGradient(self, cut.bias.gradient) if "bias" in self.operands else None
         scratch, counts = cut.scratch(dq_instances), keys.counts
@@ -439,7 +456,6 @@ class Backward(MappedCall):
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
         self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
-        self._add_parts(constants)
         whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
             dbias.finish(whole)
@@ -447,25 +463,25 @@ class Backward(MappedCall):
             each.add(whole)
         if by_score:
             by_score.add(self, whole, 0)
-        if cut.adds_dq:
-            shared = cut.tail.tiles * sum(cut.slabs) if cut.tail else 0
-            grid = (keys.counts["row_tiles"] * dq_instances + shared,)
-            convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
-            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts | cut.tail_fields)
-        elif not cut.fused:
-            own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
-            work = rows.counts["row_tiles"] * problem.instances
-            launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
-            self.add_mapped(*launched, rows.shared_bytes, ("dq",), early=True)
+        self._finish(constants, dq_instances)
         notes = [*cut.notes, *(by_score.notes if by_score else [])]
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
 
-    def _add_parts(self, constants: Constants) -> None:
-        """Append the launch that adds parts of dk and dv up, where several blocks shared their key tiles."""
-        problem, parts = self.problem, self.cut.parts
-        if parts == 1:
-            return
-        units = problem.instances // problem.group * problem.n_keys * row_bytes(problem) // _UNIT_BYTES
-        grid = (min(cdiv(units, _SUM_THREADS), _SUM_BLOCKS * self.device.multiprocessors),)
-        launched = "sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _SUM_THREADS // 32
-        self.add(*launched, {"splits": parts})
+    def _finish(self, constants: Constants, dq_instances: int) -> None:
+        """Append what makes dq of its sums, or anew, and rounds dk and dv of key tiles that several blocks shared."""
+        problem, cut, rows = self.problem, self.cut, self.cut.rows
+        counts, stored = cut.keys.counts, {"splits": cut.stored_parts}
+        if cut.adds_dq:
+            shared = cut.tail.tiles * sum(cut.slabs) if cut.tail else 0
+            grid = (counts["row_tiles"] * dq_instances + shared + cut.part_blocks,)
+            convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
+            fields = counts | cut.tail_fields | stored
+            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, fields)
+        elif cut.part_blocks:
+            grid = (cut.part_blocks,)
+            self.add("sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _CONVERT_WARPS, stored)
+        if not cut.fused:
+            own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
+            work = rows.counts["row_tiles"] * problem.instances
+            launched = "sm90/bwd_rows.cu", "backward_rows", own, work, 4 * (_WARPGROUPS + 1), rows.counts, rows[:2]
+            self.add_mapped(*launched, rows.shared_bytes, ("dq",), early=True)

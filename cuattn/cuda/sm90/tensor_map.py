@@ -26,7 +26,7 @@ BOX_COLUMNS = 64
 """Columns of a box: 128 bytes, the widest that the 128-byte swizzle takes."""
 
 _SWIZZLE_128B = 3
-_PROMOTE_256B = 3
+_PROMOTE_128B = 2  # 256 bytes at a time cost 7 % where device memory is the limit
 _MAX_STRIDE = 1 << 40
 _RANK = 4
 _FEW_BITS = 8 << 20  # bytes
@@ -115,7 +115,7 @@ def describe(address: int, dtype: Dtype, view: View) -> TensorMap:
     encoded = storage[-storage.ctypes.data % 64 :]
     described = encoded.ctypes.data, dtype.tensor_map, _RANK, address, extent, step, box, ones
     interleave = fill = 0
-    status = _encoder()(*described, interleave, _SWIZZLE_128B, _PROMOTE_256B, fill)
+    status = _encoder()(*described, interleave, _SWIZZLE_128B, _PROMOTE_128B, fill)
     if status:
         raise CuattnError(
             f"the driver refused a tensor map (CUresult {status}) of {dtype.dtype} {shape} at {address:#x}, "

@@ -260,7 +260,7 @@ def kernels(p, form=NO_BIAS):
     constants = cut.constants
     own = constants if cut.parts == 1 else {**constants, "grad": "float"}
     yield "sm90/bwd_bias.cu" if form.tiles else "sm90/bwd.cu", own, cut.keys.shared_bytes, "bwd_layout"
-    if cut.parts > 1:
+    if cut.parts > 1 and not cut.adds_dq:
         yield "sm90/bwd_add_parts.cu", constants, 0, ""
     if cut.fused:
         yield "sm90/bwd_convert.cu", constants, 0, ""
