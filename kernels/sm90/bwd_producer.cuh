@@ -147,8 +147,10 @@ struct Producer {
     // Key tiles are handed out in order by a ticket that starts at 0.  Where their order is fixed no block holds one before it runs: others would
     // wait for it, who keep it from running.
     __device__ __forceinline__ i32 draw() const {
-        return __shfl_sync(~0u, leader ? (in_order ? 0 : gridDim.x) + atomicAdd(p.ticket, 1) : 0, 0);
+        return first_number() + __shfl_sync(~0u, leader ? (in_order ? 0 : gridDim.x) + atomicAdd(p.ticket, 1) : 0, 0);
     }
+
+    __device__ __forceinline__ i32 first_number() const { return cfg::keeps_ds && !cfg::in_parts ? p.shared_key / p.group * p.key_tiles : 0; }
 
     // Sends a message to the cleaner, at whom the bytes of raw tiles arrive.
     __device__ __forceinline__ void mail(i32 stage) {
@@ -293,7 +295,11 @@ struct Producer {
         const i32 heads = p.batch * p.kv_heads, tiles = dq_held ? p.key_tiles : 1;
         i32 total = dq_held ? heads : heads * p.key_tiles;
         if constexpr (cfg::tail) total += (total - p.shared_tile) * (p.split_tiles - 1);
-        for (i32 number = in_order ? draw() : blockIdx.x; number < total; number = draw())
+        if constexpr (cfg::keeps_ds) {
+            if constexpr (!cfg::in_parts) total = p.shared_tile / p.group * p.key_tiles;
+            if (blockIdx.x == 0 && leader) p.ticket[1] = 0;  // of the launch that follows
+        }
+        for (i32 number = in_order ? draw() : first_number() + blockIdx.x; number < total; number = draw())
             for (i32 tile = 0; tile < tiles; ++tile) feed(number * tiles + tile);
         if constexpr (drawers) tell({-1, 0, 0});
         ptx::mbarrier_wait(shared.barrier(k_empty + keys().stage), keys().phase ^ 1);  // now nobody looks at that key tile

@@ -101,12 +101,32 @@ struct Differentiator : Worker {
     __device__ __forceinline__ void gradients(const Delta& delta) {
         ptx::mbarrier_wait(shared.barrier(handed + slot.stage), slot.phase);
         load_registers(s, shared.handed_on(slot.stage));
-        release_read(shared.barrier(taken + slot.stage));
+        if constexpr (!cfg::keeps_ds) release_read(shared.barrier(taken + slot.stage));
         NoSums dbias;
         differentiate<false>(ds, ds, s, dp, delta, dbias);
+        if constexpr (!cfg::keeps_ds) return;
+        ptx::barrier_sync(store_barrier + 1, 128);  // all have read P, in whose place dS leaves
+        store_gradients(ds, shared.handed_on(slot.stage));
     }
 
-    __device__ __forceinline__ void accumulate_steps() {
+    // dS to memory, beside dK.
+    __device__ __forceinline__ void keep(const Work& work) const {
+        if constexpr (!cfg::keeps_ds) return;
+        ptx::async_proxy_fence();
+        ptx::barrier_sync(store_barrier + 1, 128);  // it is complete
+        if (threadIdx.x % 128 != 0) return;
+        ptx::bulk_store(kept_block(p, work.batch * p.heads + step().head, work.tile, step().m(), p.row_tiles), shared.handed_on(slot.stage), kBlockBytes);
+        ptx::bulk_commit();
+    }
+
+    // The buffer goes back to the weigher, once dS has left it.
+    __device__ __forceinline__ void give_back(u32 stage) const {
+        if constexpr (!cfg::keeps_ds) return;
+        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+        release_read(shared.barrier(taken + stage));
+    }
+
+    __device__ __forceinline__ void accumulate_steps(const Work& work) {
         issue_dp();
         for (i32 before = -1;;) {
             const u32 stage = slot.stage;
@@ -114,11 +134,15 @@ struct Differentiator : Worker {
             const Delta delta(numbers(delta_at));
             ptx::wgmma_wait<0>();
             ptx::wgmma_pin(dp);
-            if (before >= 0) release_read(shared.barrier(q_empty + before));
+            if (before >= 0) {
+                release_read(shared.barrier(q_empty + before));
+                give_back(before);
+            }
             gradients(delta);
             release_read(shared.barrier(do_empty + stage));
             await_queries();
             accumulate(dk, ds, shared.q(stage));  // line 22
+            keep(work);
             before = stage;
             slot.advance();
             if (last) break;
@@ -127,6 +151,7 @@ struct Differentiator : Worker {
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);
         release_read(shared.barrier(q_empty + (slot.stage ^ 1)));
+        give_back(slot.stage ^ 1);
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
@@ -136,7 +161,7 @@ struct Differentiator : Worker {
             await_values();
             clear(dk);
             ptx::wgmma_pin(dk);  // before any product is under way
-            if (uniform(work.seen())) accumulate_steps();
+            if (uniform(work.seen())) accumulate_steps(work);
             write_keys<slabs>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, key_gradient(p.dk, p.dk_acc), p.head_dim, shared.v(),
                                   v_empty, 1);
         }
