@@ -6,10 +6,6 @@
 // A row of 16-bit input is far when its m is so large that m log2 e, rounded, would move its probabilities by half a rounding of float16.  Its stat
 // is without m, which is taken from the scores before they are scaled, both as the forward rounded them: the difference is 0 at the maximum.
 //
-// With cfg::keeps_ds the key kernel keeps dS for sm90/bwd_dq.cu, which multiplies it with k: rounded, in blocks of 64 queries and keys, the bytes of an
-// operand of tensor cores, at dq_acc [head][key tile][row tile].  A launch does so for some heads, so that what is kept has a bound: from p.shared_key
-// to p.shared_tile, counted through all query heads.
-//
 // With cfg::split_delta tensor cores subtract delta from dP (sm90/bwd_scores.cuh), and it is kept as they want it, as three bfloat16
 // that add up to it: [batch * heads][row tile][part][64 rows], the units of 16 bytes of a part in swizzled order.
 #pragma once
@@ -35,13 +31,6 @@ __device__ __forceinline__ bool is_far_row(cfg::acc m) { return size_of(m) > cfg
 __device__ __forceinline__ i32 all_flags(bool empty, bool far) {
     const i32 flags = __syncthreads_or(empty) ? kEmptyRows : 0;
     return __syncthreads_or(far) ? flags | kFarRows : flags;
-}
-
-// Where kept dS of a block lies, from the number of its head.
-constexpr i32 kBlockBytes = 64 * 64 * 2;
-__device__ __forceinline__ u8* kept_block(const Params& p, i32 flat_head, i32 key_tile, i32 row_tile, i32 row_tiles) {
-    const i64 tile = static_cast<i64>(flat_head - p.shared_key) * p.key_tiles + key_tile;
-    return static_cast<u8*>(p.dq_acc) + (tile * row_tiles + row_tile) * kBlockBytes;
 }
 
 // Place of a split delta's part, from the row's number.

@@ -1,8 +1,8 @@
-// Algorithm 4, line 21, for compute capability 9.0 where sm90/bwd.cu kept dS: dQ = dS K, each row tile against its key tiles, in a fixed order.
+// Algorithm 4, line 21, for compute capability 9.0 where sm90/bwd.cu kept dS: dQ = dS K, each row tile against its key tiles of the slab, in a fixed order.
 //
 // A persistent grid; per block a producer warp feeds blocks of dS and key tiles to two consumer warpgroups of 64 query rows each.
-#include "attn/bwd_workspace.cuh"
 #include "ptx/registers.cuh"
+#include "sm90/bwd_kept.cuh"
 #include "sm90/gradients.cuh"
 
 namespace sm90::dq {
@@ -48,12 +48,30 @@ struct Span {
 
     __device__ __forceinline__ i32 count() const { return end - first; }
     __device__ __forceinline__ bool has(i32 tile) const { return tile >= first && tile < end; }
+    // Of them, those of the slab.
+    __device__ __forceinline__ Span kept(const Params& p) const {
+        const i32 from = max(first, first_kept(p));
+        return {from, max(min(end, first_kept(p) + kept_tiles(p)), from)};
+    }
     __device__ __forceinline__ Span with(const Span& other) const {
         return !count() ? other : !other.count() ? *this : Span{min(first, other.first), max(end, other.end)};
     }
 };
 
-__device__ __forceinline__ Span span_of(const Params& p, i32 tile) { return Span::of(p, 2 * tile).with(Span::of(p, 2 * tile + 1)); }
+// A pair's key tiles, and those of the slab.
+struct PairSpan {
+    Span upper, lower, whole, both;
+
+    __device__ __forceinline__ PairSpan(const Params& p, i32 tile) {
+        const Span u = Span::of(p, 2 * tile), l = Span::of(p, 2 * tile + 1);
+        upper = u.kept(p), lower = l.kept(p), whole = u.with(l), both = whole.kept(p);
+    }
+
+    // Rows that see nothing belong to the last slab, for zeros.
+    __device__ __forceinline__ bool here(const Params& p) const { return both.count() || (!whole.count() && first_kept(p) == 0); }
+    __device__ __forceinline__ bool begins(const Params& p) const { return !whole.count() || whole.end <= first_kept(p) + kept_tiles(p); }
+    __device__ __forceinline__ bool ends(const Params& p) const { return !whole.count() || whole.first >= first_kept(p); }
+};
 
 struct Producer {
     const Params& p;
@@ -79,21 +97,21 @@ struct Producer {
         ptx::mbarrier_wait(shared.barrier(empty + slot.stage), slot.phase ^ 1);
         if (leader) {
             const i32 bytes = (upper + lower) * kBlockBytes, own = upper ? 0 : 1;
-            const i32 row_tiles = (p.n_queries + 63) / 64;
             ptx::mbarrier_arrive_expect(barrier, k_bytes + bytes);
             load_tile<cfg::block_n, slabs>(k_map, shared.k(slot.stage), barrier, ptx::evict_last, n * cfg::block_n,
                                            {p.k, work.head / p.group, work.batch});
             if (bytes)
-                ptx::bulk_load(shared.ds(slot.stage) + own * kBlockBytes, kept_block(p, work.batch * p.heads + work.head, n, 2 * work.tile + own, row_tiles),
+                ptx::bulk_load(shared.ds(slot.stage) + own * kBlockBytes, kept_block(p, work.batch * p.heads + work.head, n, 2 * work.tile + own),
                                bytes, barrier, ptx::evict_first);
         }
         slot.advance();
     }
 
     __device__ __forceinline__ void feed(const Work& work) {
+        const PairSpan span(p, work.tile);
+        if (!span.here(p)) return;
         announce(work);
-        const Span upper = Span::of(p, 2 * work.tile), lower = Span::of(p, 2 * work.tile + 1), both = upper.with(lower);
-        for (i32 n = both.end - 1; n >= both.first; --n) load(work, n, upper.has(n), lower.has(n));
+        for (i32 n = span.both.end - 1; n >= span.both.first; --n) load(work, n, span.upper.has(n), span.lower.has(n));
     }
 
     __device__ __forceinline__ void run() {
@@ -149,6 +167,24 @@ struct Consumer {
         if (count > 0) release(shared.barrier(empty + before));
     }
 
+    // Where dQ waits for the slabs to come.
+    __device__ __forceinline__ float4* unfinished(const Work& work) const {
+        const i64 tile = static_cast<i64>(work.batch * p.heads + work.head - p.shared_key) * p.row_tiles + work.tile;
+        return static_cast<float4*>(p.dq_acc) + (tile * warpgroups + warpgroup) * (16 * cfg::head_dim) + threadIdx.x % 128;
+    }
+
+    __device__ __forceinline__ void begin(const float4* from) {
+        unroll<cfg::head_dim / 8>([&](int i) {
+            const float4 four = from ? from[128 * i] : make_float4(0, 0, 0, 0);
+            dq[4 * i] = four.x, dq[4 * i + 1] = four.y, dq[4 * i + 2] = four.z, dq[4 * i + 3] = four.w;
+        });
+        ptx::wgmma_pin(dq);  // before any product is under way
+    }
+
+    __device__ __forceinline__ void keep(float4* to) const {
+        unroll<cfg::head_dim / 8>([&](int i) { to[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]); });
+    }
+
     __device__ __forceinline__ void write(const Work& work) const {
         const float factor = static_cast<float>(p.scale * p.dropout_scale);
         const i32 row = work.tile * cfg::block_m + 64 * warpgroup;
@@ -175,13 +211,14 @@ struct Consumer {
             const Work work = shared.work();
             release_read(shared.barrier(rows_empty));
             if (uniform(work.tile < 0)) break;
-            const Span all = span_of(p, work.tile), own = Span::of(p, 2 * work.tile + warpgroup);
-            unroll<cfg::head_dim / 2>([&](int i) { dq[i] = 0.0f; });
-            ptx::wgmma_pin(dq);  // before any product is under way
+            const PairSpan span(p, work.tile);
+            const Span &all = span.both, own = warpgroup ? span.lower : span.upper;
+            begin(uniform(span.begins(p)) ? nullptr : unfinished(work));
             skip(own.count() ? all.end - own.end : all.count());
             accumulate(own.count());
             skip(own.count() ? own.first - all.first : 0);
-            write(work);
+            if (uniform(span.ends(p))) write(work);
+            else keep(unfinished(work));
         }
         if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
     }

@@ -1,7 +1,11 @@
 // Two consumer warpgroups that share 64 keys and divide the work by function, for heads too wide to hold dK and dV in one:
 // the weigher computes P and accumulates dV, the differentiator computes dS and accumulates dK.  P goes from the one to the
 // other in float32, in the order of the registers, which is the same in both.
+//
+// Scores of a row tile are computed before dV of the one before, so that the exponentials run beside it; dK comes before dP, so that its q goes
+// back early.  What is under way at a loop's end would be waited for product by product (C7514): each turn begins and ends with none.
 #pragma once
+#include "sm90/bwd_kept.cuh"
 #include "sm90/bwd_worker.cuh"
 
 namespace sm90::bwd {
@@ -29,6 +33,7 @@ struct Weigher : Worker {
     Scores s;
     Fragments weights;
     ValueGradient dv;
+    bool last;  // row tile of the key tile
 
     __device__ __forceinline__ void issue_s() {
         await_queries();
@@ -42,37 +47,53 @@ struct Weigher : Worker {
         return shared.handed_on(slot.stage);
     }
 
-    // Line 13, and P to the differentiator.
-    __device__ __forceinline__ void hand_on() {
+    // Line 13, and P to the differentiator, beside what is still under way then.
+    template <int under_way>
+    __device__ __forceinline__ void probabilities() {
+        last = uniform(step().last());
+        load_bias(0);
+        const Hidden hidden(*this, 0, uniform(step().partial()));
+        const Draws draws = take_draws(0);
+        const Numbers<slopes_apart ? 0 : cfg::block_m / 8> stat(numbers(stat_at));
+        ptx::wgmma_wait<cfg::sloped ? 0 : under_way>();  // slopes leave no P to round later
+        ptx::wgmma_pin(s);
+        find_weights<cfg::sloped>(s, weights, hidden, stat, draws, 0, 0, [&] { return await_taken(); });
         store_registers(await_taken(), s);
         release_read(shared.barrier(handed + slot.stage));
+        release_read(shared.barrier(q_empty + slot.stage));
+    }
+
+    // P as an operand, once no product reads the one before.
+    __device__ __forceinline__ void round() {
+        ptx::wgmma_wait<0>();
+        if constexpr (cfg::sloped) return;
+        unroll<cfg::block_m / 4>([&](int pair) { weights[pair / 4][pair % 4] = round_weights(s[2 * pair], s[2 * pair + 1]); });
+    }
+
+    // Line 16; on exit the slot is the next row tile's.
+    __device__ __forceinline__ void accumulate_values(const Slot<cfg::stages>& of) {
+        ptx::mbarrier_wait(shared.barrier(do_full + of.stage), of.phase);
+        accumulate(dv, weights, shared.dout(of.stage));
     }
 
     __device__ __forceinline__ void accumulate_steps() {
         issue_s();
-        for (i32 before = -1;;) {
-            load_bias(0);
-            const Hidden hidden(*this, 0, uniform(step().partial()));
-            const Draws draws = take_draws(0);
-            const Numbers<slopes_apart ? 0 : cfg::block_m / 8> stat(numbers(stat_at));
-            const u32 stage = slot.stage;
-            const bool last = uniform(step().last());
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(s);
-            if (before >= 0) release_read(shared.barrier(do_empty + before));
-            find_weights<true>(s, weights, hidden, stat, draws, 0, 0, [&] { return await_taken(); });
-            release_read(shared.barrier(q_empty + stage));
-            hand_on();
-            await_douts();
-            accumulate(dv, weights, shared.dout(stage));  // line 16
-            before = stage;
+        probabilities<0>();
+        round();
+        while (!last) {
+            const Slot<cfg::stages> before = slot;
             slot.advance();
-            if (last) break;
             issue_s();
+            accumulate_values(before);
+            probabilities<1>();
+            round();
+            release_read(shared.barrier(do_empty + before.stage));
         }
+        accumulate_values(slot);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dv);
-        release_read(shared.barrier(do_empty + (slot.stage ^ 1)));
+        release_read(shared.barrier(do_empty + slot.stage));
+        slot.advance();
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
@@ -97,29 +118,40 @@ struct Differentiator : Worker {
         compute_dp(dp, shared.v(), shared.dout(slot.stage));
     }
 
-    // Line 20, with P from the weigher.
-    __device__ __forceinline__ void gradients(const Delta& delta) {
+    // Line 20, with P from the weigher; dS that is kept takes its place.
+    __device__ __forceinline__ void gradients() {
+        const Delta delta(numbers(delta_at));
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dp);
+        release_read(shared.barrier(do_empty + slot.stage));
         ptx::mbarrier_wait(shared.barrier(handed + slot.stage), slot.phase);
         load_registers(s, shared.handed_on(slot.stage));
         if constexpr (!cfg::keeps_ds) release_read(shared.barrier(taken + slot.stage));
         NoSums dbias;
         differentiate<false>(ds, ds, s, dp, delta, dbias);
         if constexpr (!cfg::keeps_ds) return;
-        ptx::barrier_sync(store_barrier + 1, 128);  // all have read P, in whose place dS leaves
+        ptx::barrier_sync(store_barrier + 1, 128);  // all have read P
         store_gradients(ds, shared.handed_on(slot.stage));
     }
 
+    // Line 22.
+    __device__ __forceinline__ void accumulate_keys(const Slot<cfg::stages>& of) {
+        ptx::mbarrier_wait(shared.barrier(q_full + of.stage), of.phase);
+        accumulate(dk, ds, shared.q(of.stage));
+    }
+
     // dS to memory, beside dK.
-    __device__ __forceinline__ void keep(const Work& work) const {
+    __device__ __forceinline__ void keep(const Work& work, u32 stage) const {
         if constexpr (!cfg::keeps_ds) return;
         ptx::async_proxy_fence();
         ptx::barrier_sync(store_barrier + 1, 128);  // it is complete
         if (threadIdx.x % 128 != 0) return;
-        ptx::bulk_store(kept_block(p, work.batch * p.heads + step().head, work.tile, step().m(), p.row_tiles), shared.handed_on(slot.stage), kBlockBytes);
+        const Step& step = shared.step(stage);
+        ptx::bulk_store(kept_block(p, work.batch * p.heads + step.head, work.tile, step.m()), shared.handed_on(stage), kBlockBytes);
         ptx::bulk_commit();
     }
 
-    // The buffer goes back to the weigher, once dS has left it.
+    // The buffer of P, once dS has left it.
     __device__ __forceinline__ void give_back(u32 stage) const {
         if constexpr (!cfg::keeps_ds) return;
         if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
@@ -128,30 +160,25 @@ struct Differentiator : Worker {
 
     __device__ __forceinline__ void accumulate_steps(const Work& work) {
         issue_dp();
-        for (i32 before = -1;;) {
-            const u32 stage = slot.stage;
-            const bool last = uniform(step().last());
-            const Delta delta(numbers(delta_at));
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(dp);
-            if (before >= 0) {
-                release_read(shared.barrier(q_empty + before));
-                give_back(before);
-            }
-            gradients(delta);
-            release_read(shared.barrier(do_empty + stage));
-            await_queries();
-            accumulate(dk, ds, shared.q(stage));  // line 22
-            keep(work);
-            before = stage;
+        gradients();
+        while (!uniform(step().last())) {
+            const Slot<cfg::stages> before = slot;
             slot.advance();
-            if (last) break;
+            accumulate_keys(before);
             issue_dp();
+            keep(work, before.stage);
+            ptx::wgmma_wait<1>();
+            release_read(shared.barrier(q_empty + before.stage));
+            give_back(before.stage);
+            gradients();
         }
+        accumulate_keys(slot);
+        keep(work, slot.stage);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);
-        release_read(shared.barrier(q_empty + (slot.stage ^ 1)));
-        give_back(slot.stage ^ 1);
+        release_read(shared.barrier(q_empty + slot.stage));
+        give_back(slot.stage);
+        slot.advance();
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {

@@ -3,8 +3,8 @@
 There are two ways.  Where dK and dV of 128 keys fit into registers, one kernel (sm90/bwd.cu) computes everything and
 adds dq up in memory, key tiles taking turns where the order must be fixed; sm90/bwd_convert.cu turns the sums into
 rows.  Where a row's keys are one key tile, or a block holds dq of a head, that kernel writes dq itself.  Else the same
-kernel computes dK and dV alone, of 128 keys or 64, and sm90/bwd_rows.cu computes dq anew from the scores; or, from tiles
-of 64 keys, it keeps dS of some heads at a time, and sm90/bwd_dq.cu multiplies them with k.
+kernel computes dK and dV alone, of 128 keys or 64.  Of tiles of 64 it keeps slabs of dS, which
+sm90/bwd_dq.cu multiplies with k; else sm90/bwd_rows.cu computes dq anew from the scores.
 
 A block has all query heads that share its key tile.  Where that leaves multiprocessors without work, several blocks
 share it, each with some of the heads, or with a slice of the rows; sm90/bwd_add_parts.cu adds their dK and dV up.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, band_fields, pad, row_bytes, tile_counts
+from cuattn.cuda.arguments import Array, pad, row_bytes, tile_counts
 from cuattn.cuda.constants import Constants, function_of, is_sloped, problem_constants
 from cuattn.cuda.device import Device
 from cuattn.cuda.learned import learned
@@ -27,6 +27,7 @@ from cuattn.cuda.sm80.score_gradients import Main
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
+from cuattn.cuda.sm90.kept import BLOCK, STAGES, Kept, arrays, slabs
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
 from cuattn.cuda.sm90.parts import Tail, count_parts, cut_tail, side_by_side, visible_rows
 from cuattn.cuda.sm90.tensor_map import MappedCall
@@ -48,8 +49,6 @@ _CONVERT_WARPS = 8
 _TALL, _NARROW = 128, 32  # rows of a tile, columns for which there is a product of that width
 _SUM_THREADS, _SUM_BLOCKS, _UNIT_BYTES = 256, 16, 16  # of backward_add_parts: to a multiprocessor, of a result
 _OWNED, _OWNED_V = 3, 2  # slabs of 128 keys of which dK and dV fit into registers without dQ
-_KEPT_BYTES, _BLOCK = 2 << 30, 64  # of dS at a time, at most; rows and keys of its blocks
-_KEPT_STAGES = 4  # of what sm90/bwd_dq.cu reads
 _HELD_ROWS, _HELD_HEADS = 256, 264  # rows of which a block holds dq, heads that keep all multiprocessors busy
 
 
@@ -76,13 +75,6 @@ def has_slopes_of_heads(problem: Problem) -> bool:
         return False
     alone = not derivative(root).depends & (S | I | J) and is_linear(root) and addend(root) is None
     return alone and widest <= _FUSED_HEAD_DIM and problem.masks != ("block",)
-
-
-def shows_all_keys(problem: Problem) -> bool:
-    """Return whether the band hides no key from all rows."""
-    fields, last = band_fields(problem), problem.n_queries
-    left, right = fields.get("band_left", last), fields.get("band_right", problem.n_keys)
-    return left >= 0 and left + right >= 0 and problem.n_keys <= last + right
 
 
 class Tile(NamedTuple):
@@ -132,8 +124,8 @@ class Cut:
         rows.
     slices : int
         Of a head's rows.
-    kept : list of dict of str to int
-        Of each launch of the main kernel that keeps dS for one of sm90/bwd_dq.cu, fields of ``Params``: which heads'.
+    kept : list of Kept
+        Slabs of dS that launches of the main kernel keep for those of sm90/bwd_dq.cu; empty if dq is made otherwise.
     keys, rows : Tile
         Of sm90/bwd.cu and, if dq is computed elsewhere, of the kernel that does.
     """
@@ -189,7 +181,8 @@ class Cut:
             self.parts = count_parts(problem, self.keys.counts, self.keys.block_n, self._moved, multiprocessors)
             self.slices = max(self.parts // problem.group, 1)
             self.keys = self._key_tile()
-        self.kept = self._kept()
+        elsewhere = not (self.fused or self.owns_keys)
+        self.kept = slabs(problem, self.keys.counts, self.parts, multiprocessors) if elsewhere else []
         self.rows = self._product_tile() if self.kept else self._row_tile()
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int, least: int = 1) -> dict[str, int]:
@@ -268,30 +261,14 @@ class Cut:
         counts = self._counts((block_m, block_n), max(rows, 1) * self._moved, heads, least)
         return Tile(block_m, block_n, size, counts)
 
-    def _kept(self) -> list[dict[str, int]]:
-        """Return of which query heads each launch keeps dS; none where dq is made otherwise."""
-        problem, counts, group = self.problem, self.keys.counts, self.problem.group
-        plain = forward.leaves_scores(problem) and not (problem.placed or problem.runs) and shows_all_keys(problem)
-        if self.fused or self.owns_keys or not plain:
-            return []
-        blocks = group * counts["row_tiles"] * counts["key_tiles"]
-        most, heads = _KEPT_BYTES // max(blocks * _BLOCK**2 * problem.dtype.itemsize, 1), problem.instances // group
-        if most < (heads if self.parts > 1 else 1):
-            return []
-        each = cdiv(heads, cdiv(heads, most))
-        return [
-            {"shared_key": first * group, "shared_tile": min(first + each, heads) * group}
-            for first in range(0, heads, each)
-        ]
-
     def _product_tile(self) -> Tile:
         """Return the tile of sm90/bwd_dq.cu, which lays out its shared memory."""
         problem, slabs = self.problem, self.slabs[0]
-        staged = _WARPGROUPS * 2 * _BLOCK * ROW_BYTES
-        steps = _KEPT_STAGES * (_WARPGROUPS + slabs) * _BLOCK * ROW_BYTES
-        size = pad(steps + staged + 8 * (2 + 2 * _KEPT_STAGES), 16) + 16
-        counts = self._counts((_TALL, _BLOCK), problem.n_keys * row_bytes(problem), problem.instances)
-        return Tile(_TALL, _BLOCK, size, counts)
+        staged = _WARPGROUPS * 2 * BLOCK * ROW_BYTES
+        steps = STAGES * (_WARPGROUPS + slabs) * BLOCK * ROW_BYTES
+        size = pad(steps + staged + 8 * (2 + 2 * STAGES), 16) + 16
+        counts = self._counts((_TALL, BLOCK), problem.n_keys * row_bytes(problem), problem.instances)
+        return Tile(_TALL, BLOCK, size, counts)
 
     def _row_tile(self) -> Tile:
         """Return the tile of sm90/bwd_rows.cu; shared memory as kernels/sm90/bwd_rows_layout.cuh lays it out."""
@@ -349,9 +326,7 @@ class Cut:
             found["dk_acc"] = Array((*parts, problem.head_dim), problem.stat_dtype)
             found["dv_acc"] = Array((*parts, problem.head_dim_v), problem.stat_dtype)
         if self.kept:
-            heads = self.kept[0]["shared_tile"]
-            tiles = heads, self.keys.counts["key_tiles"], row_tiles
-            found["dq_acc"] = Array((*tiles, _BLOCK, _BLOCK), self.problem.dtype)
+            found |= arrays(self.problem, self.kept, row_tiles, self.rows.counts["row_tiles"] * _TALL)
         if self.tail:
             keys = self.tail.tiles * self.tail.slices, self.keys.block_n
             found["dk_acc"] = Array((*keys, self.head_dim), self.problem.stat_dtype)
@@ -416,7 +391,8 @@ class Cut:
         if self.dq_leaves:
             return "rows see one key tile, which makes all of their dq"
         if self.kept:
-            return f"dq by a product with dS, which is kept of {self.kept[0]['shared_tile']} heads at a time"
+            slab = self.kept[0]
+            return f"dq by a product with dS, kept in slabs of {slab.tiles} key tiles of {slab.heads} heads"
         if not self.fused:
             return "dq by a second pass over the scores, in a fixed order"
         if self.problem.deterministic:
@@ -459,7 +435,7 @@ class Backward(MappedCall):
 
     def prepare(self) -> Plan:
         problem, cut = self.problem, self.cut
-        keys, rows, constants = cut.keys, cut.rows, cut.constants
+        keys, constants = cut.keys, cut.constants
         dq_instances = math.prod(self.operands["q"].shape[:-2])
         dbias = BiasGradient(self, cut.bias.gradient) if "bias" in self.operands else None
         scratch, counts = cut.scratch(dq_instances), keys.counts
@@ -485,10 +461,7 @@ class Backward(MappedCall):
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
-        if cut.kept:
-            self._add_kept(launched, constants)
-        else:
-            self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
+        self._add_main(launched, beside, constants)
         self._add_parts(constants)
         whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
@@ -497,39 +470,43 @@ class Backward(MappedCall):
             each.add(whole)
         if by_score:
             by_score.add(self, whole, 0)
-        if cut.adds_dq:
-            shared = cut.tail.tiles * sum(cut.slabs) if cut.tail else 0
-            grid = (keys.counts["row_tiles"] * dq_instances + shared,)
-            convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
-            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, keys.counts | cut.tail_fields)
-        elif not (cut.fused or cut.kept):
-            own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
-            work = rows.counts["row_tiles"] * problem.instances
-            launched = "sm90/bwd_rows.cu", "backward_rows", own, work, warps, rows.counts, rows[:2]
-            self.add_mapped(*launched, rows.shared_bytes, ("dq",), early=True)
+        self._add_dq(constants, dq_instances)
         notes = [*cut.notes, *(by_score.notes if by_score else [])]
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
 
-    def _add_kept(self, main: tuple, constants: Constants) -> None:
-        """Append the main kernel and that of dq, for some heads after the others."""
-        cut, group = self.cut, self.problem.group
-        *launched, work, warps, fields, tile = main
-        own = {**constants, "block_m": cut.rows.block_m, "block_n": cut.rows.block_n, "stages": _KEPT_STAGES}
-        for heads in cut.kept:
-            count = heads["shared_tile"] - heads["shared_key"]
+    def _add_main(self, launched: tuple, beside: Mapping[str, str], constants: Constants) -> None:
+        """Append the main kernel; where it keeps dS, for some heads after the others, each time with that of dq."""
+        *kernel, work, warps, fields, tile = launched
+        problem, cut = self.problem, self.cut
+        written = cut.keys.shared_bytes, ("dk", "dv"), beside
+        if not cut.kept:
+            self.add_mapped(*launched, *written)
+        for kept in cut.kept:
+            own = kept.fields(fields, problem.group, problem.instances, cut.parts)
+            share = work * kept.heads // problem.instances * kept.tiles // cut.keys.counts["key_tiles"]
+            self.add_mapped(*kernel, share, warps, own, tile, *written)
+            self._add_rows(constants, kept)
 
-            def of(counts: Mapping[str, int], unit: int) -> dict[str, int]:
-                section = (
-                    counts["section"]
-                    if len(cut.kept) == 1
-                    else math.gcd(counts["section"], heads["shared_key"] // unit, count // unit)
-                )
-                return {**counts, **heads, "section": section}
+    def _add_rows(self, constants: Constants, kept: Kept | None = None) -> None:
+        """Append the launch that makes dq, of some heads from what was kept, or of all from the scores."""
+        rows, heads, counts = self.cut.rows, self.problem.instances, self.cut.rows.counts
+        constants, name = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}, "rows"
+        if kept is not None:
+            constants, name, heads = constants | {"stages": STAGES}, "dq", kept.heads
+            counts = kept.fields(counts, 1, self.problem.instances)
+        kernel = f"sm90/bwd_{name}.cu", f"backward_{name}", constants, rows.counts["row_tiles"] * heads
+        self.add_mapped(*kernel, 4 * (_WARPGROUPS + 1), counts, rows[:2], rows.shared_bytes, ("dq",), early=True)
 
-            share = work * count // self.problem.instances
-            self.add_mapped(*launched, share, warps, of(fields, group), tile, cut.keys.shared_bytes, ("dk", "dv"))
-            rows = "sm90/bwd_dq.cu", "backward_dq", own, cut.rows.counts["row_tiles"] * count, 4 * (_WARPGROUPS + 1)
-            self.add_mapped(*rows, of(cut.rows.counts, 1), cut.rows[:2], cut.rows.shared_bytes, ("dq",), early=True)
+    def _add_dq(self, constants: Constants, dq_instances: int) -> None:
+        """Append the launch that makes dq last: from sums, with what slices have of the last key tiles, or scores."""
+        cut, counts = self.cut, self.cut.keys.counts
+        if cut.adds_dq:
+            shared = cut.tail.tiles * sum(cut.slabs) if cut.tail else 0
+            grid = (counts["row_tiles"] * dq_instances + shared,)
+            convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
+            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, counts | cut.tail_fields)
+        elif not (cut.fused or cut.kept):
+            self._add_rows(constants)
 
     def _add_parts(self, constants: Constants) -> None:
         """Append the launch that adds parts of dk and dv up, where several blocks shared their key tiles."""
