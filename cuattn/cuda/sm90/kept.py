@@ -53,23 +53,32 @@ def slabs(problem: Problem, counts: Mapping[str, int], parts: int, multiprocesso
         return []
     heads, least = problem.instances // group, cdiv(tiles, _SLAB_TILES)
 
-    def cut(each: int) -> list[Kept]:
-        most = min(heads * _MOST * problem.head_dim // (each * BLOCK), heads)
-        if most == 0 or (parts > 1 and (most < heads or each < tiles)):
-            return []
-        together = cdiv(heads, cdiv(heads, most))
-        return [
-            Kept(head * group, min(together, heads - head) * group, tile, min(each, tiles - tile))
-            for head in range(0, heads, together)
-            for tile in reversed(range(0, tiles, each))
-        ]
+    def most(each: int) -> int:  # heads of a slab of so many key tiles
+        return min(heads * _MOST * problem.head_dim // (each * BLOCK), heads)
 
-    def time(found: list[Kept]) -> float:
-        rounds = sum(cdiv(kept.heads // group * parts * kept.tiles, multiprocessors) for kept in found)
-        return rounds * (1 + _TURN / found[0].tiles)
+    def rounds(together: int, each: int) -> int:
+        full, rest = divmod(heads, together)
+        slabs, last = divmod(tiles, each)
+        sizes = (full * slabs, together * each), (full, together * last), (slabs, rest * each), (1, rest * last)
+        return sum(times * cdiv(parts * size, multiprocessors) for times, size in sizes)
 
-    found = min(filter(None, (cut(cdiv(tiles, least * n)) for n in (1, 2, 4))), key=time, default=[])
-    return found if found and time(found) <= _WORTH * cdiv(heads * parts * tiles, multiprocessors) else []
+    def time(cut: tuple[int, int]) -> float:
+        together, each = cut
+        waiting = each / tiles if problem.band and parts * together * each <= multiprocessors else 0  # for the longest
+        return rounds(*cut) * (1 + waiting + (_TURN / each if each < tiles else 0))
+
+    sizes = {cdiv(tiles, least * n) for n in (1, 2, 4)}
+    cuts = [(together, each) for each in sizes for together in range(most(each), most(each) // 2, -1)]
+    if parts > 1:  # they have all tiles of all heads
+        cuts = [cut for cut in cuts if cut == (heads, tiles)]
+    together, each = min(cuts, key=time, default=(0, 0))
+    if not together or time((together, each)) > _WORTH * rounds(heads, tiles):
+        return []
+    return [
+        Kept(head * group, min(together, heads - head) * group, tile, min(each, tiles - tile))
+        for head in range(0, heads, together)
+        for tile in reversed(range(0, tiles, each))
+    ]
 
 
 def arrays(problem: Problem, kept: list[Kept], row_tiles: int, rows: int) -> dict[str, Array]:
