@@ -19,19 +19,21 @@ class Known:
 
     No algorithm in the sums' precision knows any number on the way to better than to a few roundings of it, nor scores
     to better than as if q and k were moved by some; and weights that are multiplied in 16 bits to a rounding of these.
+    Capped scores of 16-bit inputs may be cap - 2 cap / (1 + e^2x), as :func:`tests.oracle.floors` has them, too.
 
     Parameters
     ----------
     arrays : dict of str to ndarray
         q, k, v, do and their tangents, bias and its.
     options : dict
-        Of :func:`cuattn.reference.derivatives.differentiate`.
+        Of :func:`cuattn.reference.derivatives.differentiate`; of a bias the arrays have what is looked at.
     samples : int
         How often the operands are moved.
     """
 
     def __init__(self, arrays, options, samples=3):
         self.dtype = arrays["q"].dtype
+        options = {name: x for name, x in options.items() if name != "bias"}
         self.exact, self.rough = (differentiate(**arrays, **options, low=low) for low in (None, self.dtype))
         self.sums = eps(np.float64 if self.dtype == np.float64 else np.float32)
         wide = np.longdouble if self.dtype == np.float64 else np.float64
@@ -45,6 +47,10 @@ class Known:
         for sample in range(samples):  # every second time an array's numbers move alike, as equal numbers do
             noise = [functools.partial(moved, unit=unit, alike=sample % 2 > 0) for unit in units]
             near = {name: x if x is None else noise[0](x.astype(wide)) for name, x in arrays.items()}
+            if options.get("softcap") is not None and eps(self.dtype) > self.sums:
+                unit, shape = 2 * options["softcap"] * self.sums, (*near["q"].shape[:-1], near["k"].shape[-2])
+                off = unit * rng.choice((-1, 1), shape)
+                near["bias"] = off if near.get("bias") is None else near["bias"] + off
             other = differentiate(**near, **options, noise=noise)
             for name, e, x in zip(self.exact._fields, self.exact, other, strict=True):
                 if e is not None and e.size:
@@ -61,6 +67,16 @@ class Known:
                 low = max(low, actual.dtype, key=eps) if dtype is None else dtype
                 size = self.moved[name] / self.sums
                 assert_close(actual, exact, rough, dtype=low, magnitude=size, name=name)
+
+    def check_pair(self, gradients, tangents):
+        """Hold gradients and their tangents to it."""
+        self.check(GRADIENTS, gradients)
+        self.check(TANGENTS, tangents)
+
+
+def results_of(jvp, get=lambda x: x.get()):
+    """Return what has the names `JVP`, as NumPy arrays."""
+    return [get(getattr(jvp, name)) for name in JVP]
 
 
 def tangents_of(arrays, names, seed=0):

@@ -222,21 +222,33 @@ def test_column_mask_equals_the_same_boolean_mask_bit_for_bit(xp, dtype):
     same(xp, *results)
 
 
+PADDED, USED = 150, 96  # rows and keys, and those that see something, or are seen
+poisons = pytest.mark.parametrize("poison", [np.nan, np.inf])
+
+
+def padded(form, dtype):
+    """Return options that say in some form that the first rows and keys are causal, and that the others are padding."""
+    visible, inside = np.zeros((PADDED, PADDED), bool), np.arange(PADDED) < USED
+    visible[:USED, :USED] = oracle.visible_band(USED, USED, None, 0, 0)
+    return {
+        "column": {"mask": cuattn.ColumnMask.from_dense(visible)},
+        "dense": {"mask": visible},
+        "block": {"mask": cuattn.BlockMask(np.array([[True, False], [False, False]]), USED, USED), "is_causal": True},
+        "window": {"mask": inside & inside[:, None], "window": (None, 0)},
+        "bias": {
+            "mask": inside[:, None],
+            "bias": np.where(inside, 0, -np.inf)[None].astype(dtype),
+        },  # without causality
+    }[form]
+
+
 @dtypes
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@poisons
 @pytest.mark.parametrize("form", ["column", "dense", "block", "window"])
 def test_invisible_keys_and_empty_rows_never_leak(xp, dtype, poison, form):
     """Keys that nobody sees and rows that see nothing hold NaN or inf; everything else is as if they held 0."""
-    n, used = 150, 96
-    visible = np.zeros((n, n), bool)
-    visible[:used, :used] = oracle.visible_band(used, used, None, 0, 0)
-    options = {
-        "column": {"mask": cuattn.ColumnMask.from_dense(visible)},
-        "dense": {"mask": visible},
-        "block": {"mask": cuattn.BlockMask(np.array([[True, False], [False, False]]), used, used), "is_causal": True},
-        "window": {"mask": (np.arange(n) < used)[None, :] & (np.arange(n) < used)[:, None], "window": (None, 0)},
-    }[form]
-    arrays = random(6, 4, 2, n, 32, dtype=dtype)
+    options, used = padded(form, dtype), USED
+    arrays = random(6, 4, 2, PADDED, 32, dtype=dtype)
     outcomes = []
     for value in (0, poison):
         for x in arrays:

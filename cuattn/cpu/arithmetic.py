@@ -19,8 +19,8 @@ from numpy import ndarray
 # to 2^56, and its output stays below the largest number with values up to 2^71; values down to 2^-70 keep all bits.
 WINDOW = 22.0
 SUM = np.dtype(np.float64)  # of gradients in which many terms nearly cancel
-_LANES = 16  # elements between lines, lest they share a cache's sets
-_FEW = 16  # keys that are quicker to add up by halves
+_LANES = 16  # elements of whole registers; between lines, lest these share a cache's sets
+_FEW = 16  # keys of which lines by eighths, or by fours, would be short
 
 
 def _exp2_is_vectorised() -> bool:
@@ -110,27 +110,56 @@ def selecting_product(weights: ndarray, data: ndarray, out: ndarray) -> ndarray:
     return out
 
 
-def fold(ufunc: np.ufunc, s: ndarray, room: ndarray) -> ndarray:
-    """Reduce (..., keys, rows) over the keys, by eighths or halves: lines are long, and bits do not depend on the rows.
+def highest(s: ndarray, room: ndarray) -> ndarray:
+    """Return the maxima of (..., keys, rows) over the keys, by eighths or halves, as long lines are quick to reduce.
 
     `room` has one axis and as many elements as s, and is overwritten.
     """
     *lead, keys, rows = s.shape
     if rows == 1:
-        return ufunc.reduce(s, -2)
+        return np.maximum.reduce(s, -2)
     while keys > 1:
         parts = 8 if keys > _FEW and keys % 8 == 0 else 2
         last, odd, keys = s[..., -1, :], keys % parts, keys // parts
         size = math.prod(lead) * keys * rows
         some, room = room[:size].reshape(*lead, keys, rows), room[size:]
         if parts == 8:
-            ufunc.reduce(s.reshape(*lead, parts, keys, rows), -3, out=some)
+            np.maximum.reduce(s.reshape(*lead, parts, keys, rows), -3, out=some)
         else:
-            ufunc(s[..., :keys, :], s[..., keys : 2 * keys, :], out=some)
+            np.maximum(s[..., :keys, :], s[..., keys : 2 * keys, :], out=some)
         if odd:
-            ufunc(some[..., 0, :], last, out=some[..., 0, :])
+            np.maximum(some[..., 0, :], last, out=some[..., 0, :])
         s = some
     return s[..., 0, :].copy()
+
+
+def wider(dtype: np.dtype) -> type:
+    """Return the type of l while it is summed: sums of equal numbers have more digits than these."""
+    return np.float64 if dtype == np.float32 else np.longdouble
+
+
+def summed(p: ndarray, room: ndarray) -> ndarray:
+    """Return the sums of (..., keys, rows) over the keys, in a wider type, where equal numbers sum up exactly.
+
+    Four equal numbers do so in any type, and so do these sums; the few that are left are added up in the wider type.
+    `room` has one axis and at least a third as many elements as p, and is overwritten.
+    """
+    *lead, keys, rows = p.shape
+    dtype, left = wider(p.dtype), []
+    while keys >= _FEW and rows > 1:
+        if keys % 4:
+            left.append(p[..., keys - keys % 4 :, :])
+        fours, keys = p[..., : keys - keys % 4, :].reshape(*lead, 4, -1), keys // 4
+        some, room = room[: fours.size // 4], room[fours.size // 4 :]
+        if rows % _LANES:
+            np.add.reduce(fours, -2, out=some.reshape(*lead, -1))
+        else:  # quicker, with the bits of the above as whole registers are added up
+            np.matmul(np.ones((1, 4), p.dtype), fours, some.reshape(*lead, 1, -1))
+        p = some.reshape(*lead, keys, rows)
+    total = np.add.reduce(p, -2, dtype)
+    for x in left:
+        total += np.add.reduce(x, -2, dtype)
+    return total
 
 
 def hide(s: ndarray, shown: ndarray, value: float = 0.0) -> None:

@@ -20,13 +20,14 @@ from cuattn.cpu.arithmetic import (
     differentiate_scores,
     exponentials,
     exponentiate,
-    fold,
     hide,
+    highest,
     is_finite,
     product,
     reference_of,
     row_weights,
     statistics_of,
+    summed,
     summed_to,
     transposed,
     visible_bits,
@@ -309,12 +310,13 @@ class Direct:
         else:
             m, reference, p = self.exponentials(s)
         l = self.sum(p)
-        below, results = np.where(l == 0, 1, l), self.weigh([("o", p, v)], careful=careful)
+        seen, results = np.where(l == 0, 1, l), self.weigh([("o", p, v)], careful=careful)
         if self.task.along:
-            tp, mean = None, np.zeros_like(l)
+            tp, mean = None, np.zeros(l.shape, self.dtype)
             if self.problem.moves:
                 tp = self.tangents(q, p, careful=careful)
-                mean = self.sum(np.multiply(p, tp, self.buffers.get("u", *tp.shape))) / below
+                mean = self.sum(np.multiply(p, tp, self.buffers.get("u", *tp.shape))) / seen
+                mean = mean.astype(self.dtype)
                 tp -= self.to_scores(mean)
                 tp *= p
             results |= self.weigh([("to", p, self.operands.get("tv")), ("to", tp, v)], careful=careful)
@@ -322,20 +324,20 @@ class Direct:
         if not (careful or is_finite(l, *results.values())):
             return None
         for name in results.keys() & {"o", "to"}:
-            results[name] /= below[..., None]
+            results[name] /= seen.astype(self.dtype)[..., None]
         return results | (statistics_of(l, m, reference) if statistics else {})
 
     def exponentials(self, s: ndarray) -> tuple[ndarray, ndarray | None, ndarray]:
         """Return the highest scores, what rows are relative to, and in place of the scores their exponentials."""
         self.hide(s, -np.inf)
-        m = fold(np.maximum, s, self.buffers.get("halves", s.size))
+        m = highest(s, self.buffers.get("halves", s.size))
         reference = reference_of(m)
         bounded = not (self.task.masks or "bias" in self.operands or self.task.score)
         return m, reference, exponentials(s, self.to_scores(reference), bounded=bounded)
 
     def sum(self, p: ndarray) -> ndarray:
-        """Return sums over keys."""
-        return fold(np.add, p, self.buffers.get("halves", p.size))
+        """Return sums over keys, in a wider type."""
+        return summed(p, self.buffers.get("halves", p.size))
 
     def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return the gradients and, if they are wanted, their tangents; None where care is needed."""

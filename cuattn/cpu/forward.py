@@ -16,14 +16,16 @@ from cuattn.cpu.arithmetic import (
     WINDOW,
     exponential,
     exponentiate,
-    fold,
     hide,
+    highest,
     is_finite,
     longest_of,
     lowest,
     product,
     relative,
     statistics_of,
+    summed,
+    wider,
 )
 from cuattn.cpu.blocks import UNIT
 from cuattn.cpu.tiles import Part
@@ -35,7 +37,7 @@ class ForwardWalk(Walk):
 
     def __init__(self, task: Tiles) -> None:
         width, tiles, d = task.problem.head_dim_v, task.blocks.step + 1, task.problem.head_dim
-        widths = {"o": width, "weighed": tiles * width, "sums": tiles, "halves": UNIT}
+        widths = {"o": width, "weighed": tiles * width, "halves": max(UNIT, tiles * task.blocks.keys // 3)}
         if task.along:
             widths |= {"to": width, "tq": d, "tq transposed": d}
             widths |= dict.fromkeys("tu" if task.problem.moves else "", task.blocks.step * task.blocks.keys)
@@ -67,7 +69,8 @@ class ForwardWalk(Walk):
         self._outputs = {name: self.buffers.get(name, *shape) for name in ("o", "to") if name in self.task.results}
         for total in self._outputs.values():
             total.fill(0)
-        self._l, self._reference, self._centre = np.zeros((3, self.members, self.blocks.rows), self.dtype)
+        self._l = np.zeros(shape[:2], wider(self.dtype))
+        self._reference, self._centre = np.zeros((2, *shape[:2]), self.dtype)
         self._m = np.full_like(self._reference, -np.inf)
         for part in self.item.parts:
             self._advance(part, careful=careful)
@@ -75,7 +78,8 @@ class ForwardWalk(Walk):
     def _advance(self, part: Part, *, careful: bool) -> None:
         """Take the row tiles through a part of their tiles: algorithm 2, lines 10 to 16."""
         p = self._exponentials(part, careful=careful)  # lines 10 to 13
-        self._sum(self._l, p)
+        adds = "bias" in self.task.operands or self.task.score is not None
+        self._l += self._sum(p, level=adds or self.task.along)
         tp = self._centred(part, p, careful=careful) if self.problem.moves else None
         dropped = [] if self.task.dropout is None else list(self.dropped(part))
         for weights in (p,) if tp is None else (p, tp):
@@ -91,9 +95,8 @@ class ForwardWalk(Walk):
             t[p == 0] = 0
         if self._centre.any():
             t -= self._centre[:, None, None]
-        delta = np.zeros_like(self._l)
-        self._sum(delta, np.multiply(p, t, self.buffers.get("u", *p.shape)))
-        delta /= np.where(self._l == 0, 1, self._l)
+        delta = self._sum(np.multiply(p, t, self.buffers.get("u", *p.shape)), level=False)
+        delta /= np.where(self._l == 0, 1, self._l).astype(self.dtype)
         self._centre += delta
         self._outputs["to"] -= delta[..., None] * self._outputs["o"]
         t -= delta[:, None, None]
@@ -118,12 +121,16 @@ class ForwardWalk(Walk):
             relative(s)
         return s
 
-    def _sum(self, total: ndarray, p: ndarray) -> None:
-        """Add a part's weights to a sum, tile after tile."""
-        sums = self.buffers.get("sums", len(p), 1 + p.shape[1], 1, self.blocks.rows)
-        np.matmul(self._ones, p, sums[:, 1:])
-        sums[:, 0, 0] = total
-        np.add.reduce(sums[:, :, 0], 1, None, total)
+    def _sum(self, p: ndarray, *, level: bool) -> ndarray:
+        """Return the sums of a part's weights, tile after tile.
+
+        Where something adds to scores, they may be equal at any `level`: then they are summed so that this takes no
+        digit, in a wider type.  Equal products of queries and keys are 0 but for keys that are all the same; along
+        tangents, where it takes next to no time, these are not left out either.
+        """
+        if level:
+            return np.add.reduce(summed(p, self.buffers.get("halves", p.size // 3)), 1)
+        return np.add.reduce(np.matmul(self._ones, p)[:, :, 0], 1)
 
     def _weigh(self, total: ndarray, p: ndarray, part: Part, name: str, *, careful: bool) -> None:
         """Add values, "v" or "tv", times weights to a sum, tile after tile."""
@@ -152,12 +159,11 @@ class ForwardWalk(Walk):
     def _highest(self, s: ndarray) -> ndarray:
         """Return the highest score of each row of (members, tiles, keys, rows)."""
         some = np.maximum.reduce(s.reshape(len(s), -1, UNIT, s.shape[-1]), 1)
-        return fold(np.maximum, some, self.buffers.get("halves", some.size))
+        return highest(some, self.buffers.get("halves", some.size))
 
     def _finish(self) -> None:
         """Write the results of an item: algorithm 2, lines 15 and 16, once for all."""
-        below = np.where(self._l == 0, 1, self._l)
-        below *= self.dtype.type(1 / self.problem.dropout_scale)
+        below = np.where(self._l == 0, 1, self._l / self.problem.dropout_scale).astype(self.dtype)
         for name, total in self._outputs.items():
             self._write(name, total, below)
         if self.problem.statistics:

@@ -196,7 +196,7 @@ def state_changes(state: RNGState, device: int) -> list[Change]:
     offset, address = state.offset, 0
     if not isinstance(offset, int):
         offset, address = 0, offset.__cuda_array_interface__["data"][0]
-        check_reachable("rng.offset", address, device)
+        check_reachable(address, device)
     where = (_OFFSET_DATA, address & 0xFFFFFFFF), (_OFFSET_DATA + 1, address >> 32)
     return [*_key_changes(state.seed), (_OFFSET, offset), *where]
 

@@ -28,6 +28,7 @@ name                    type     meaning
 ``rows_per_item``       int      mask tables: units of the bounds in a row tile
 ``row_warps``           int      merge: warps that share a row
 ``stacked``             bool     merge: the parts lie one after another
+``tangents``            bool     merge: of jvps, with the tangents of o and of lse
 ``load_bytes``          int      widest access that every address and stride of q, k, v (do) allows: 16, 8, 4 or 2
 ``dropout``             int      threshold T; 0 = no dropout
 ``runs``                bool     a shard's rows and keys are looked up in ``row_blocks``, ``key_blocks``

@@ -57,13 +57,13 @@ def device_of(number: int) -> Device:
     return Device(f"sm_{major}{minor}", *rest, number)
 
 
-def check_reachable(name: str, address: int, device: int) -> None:
-    """Raise DtypeError unless a kernel on a GPU may read the memory at an address that argument `name` holds."""
+def check_reachable(address: int, device: int) -> None:
+    """Raise DtypeError unless a kernel on a GPU may read the random state's offset at an address."""
     import cupy
 
     memory = cupy.cuda.runtime.pointerGetAttributes(address)
     if memory.type == _DEVICE_MEMORY and memory.device != device:
-        raise DtypeError(f"{name} is on GPU {memory.device} but q is on GPU {device}; expected the same GPU")
+        raise DtypeError(f"rng.offset is on GPU {memory.device} but q is on GPU {device}; expected the same GPU")
 
 
 def zero(address: int, size: int, stream: Any) -> None:

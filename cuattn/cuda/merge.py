@@ -63,10 +63,7 @@ def merge_sequence(
         dtypes = dtype if parts is levels[0] else stat, dtype if merged is levels[-1] else stat, stat
         for number, out in enumerate(merged):
             some = parts[number * MAX_PARTS :][:MAX_PARTS]
-            if "to" in results:
-                _add_jvps(sequence, shape, dtypes, some, out, results)
-            else:
-                add(sequence, shape, dtypes, some, out)
+            add(sequence, shape, dtypes, some, out, results=results)
     return sequence
 
 
@@ -77,6 +74,7 @@ def add(
     parts: Sequence[str],
     out: str = "",
     stacked: int = 0,
+    results: tuple[str, ...] = ("o", "l", "m"),
 ) -> None:
     """Append the launch that combines parts.
 
@@ -88,42 +86,24 @@ def add(
     dtypes : tuple of dtype
         Of the parts' o, of the merged o, and of l and m.
     parts : sequence of str
-        What follows "o", "l" and "m" in the names of each part's arrays.
+        What follows those of `results` in the names of each part's arrays.
     out : str, optional
         Likewise of the merged arrays; l and m need not be there.
     stacked : int, optional
         How many parts there are in the arrays of the only name in `parts`; 0: one in the arrays of each.
+    results : tuple of str, optional
+        Those of a forward, or of a jvp.
     """
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if rows == 0:
         return
-    count = stacked or len(parts)
+    count, tangents = stacked or len(parts), "to" in results
     row_warps = _WARPS if rows < _FEW_ROWS and count >= _WARPS else 1
-    part, merged, acc = (DTYPES[dtype].cuda for dtype in dtypes)
-    constants = {"acc": acc, "part": part, "out": merged, "row_warps": row_warps, "stacked": stacked > 0}
+    constants = dict(zip(("part", "out", "acc"), (DTYPES[dtype].cuda for dtype in dtypes), strict=True))
+    constants |= {"row_warps": row_warps, "stacked": stacked > 0, "tangents": tangents}
     values = {"rows": rows, "head_dim_v": columns, "parts": count}
     grid = (cdiv(rows * row_warps, _WARPS), max(cdiv(columns, 32), 1) if row_warps > 1 else 1)
-    slots = {name: [f"{name}{part}" for part in parts] for name in "olm"}
-    slots |= {f"{name}_out": [f"{name}{out}"] for name in "olm" if f"{name}{out}" in sequence.names}
-    sequence.add("util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, MERGE_PARAMS, values, slots)
-
-
-def _add_jvps(
-    sequence: LaunchSequence,
-    shape: tuple[int, ...],
-    dtypes: tuple[np.dtype, np.dtype, np.dtype],
-    parts: Sequence[str],
-    out: str,
-    results: tuple[str, ...],
-) -> None:
-    """Append the launch that combines parts of jvps; the arguments are as in `add`."""
-    rows, columns = math.prod(shape[:-1]), shape[-1]
-    if rows == 0:
-        return
-    part, merged, acc = (DTYPES[dtype].cuda for dtype in dtypes)
-    values = {"rows": rows, "head_dim_v": columns, "parts": len(parts)}
-    slots: dict[str, str | Sequence[str]] = {name: [f"{name}{part}" for part in parts] for name in results}
-    slots |= {f"{name}_out": f"{name}{out}" for name in results}
-    constants = {"acc": acc, "part": part, "out": merged}
-    launched = "util/merge_jvp.cu", "merge_jvp", constants, (cdiv(rows, _WARPS),), 32 * _WARPS
-    sequence.add(*launched, MERGE_JVP_PARAMS, values, slots)
+    slots = {name: [f"{name}{part}" for part in parts] for name in results}
+    slots |= {f"{name}_out": [f"{name}{out}"] for name in results if f"{name}{out}" in sequence.names}
+    dtype = MERGE_JVP_PARAMS if tangents else MERGE_PARAMS
+    sequence.add("util/merge.cu", "attention_merge", constants, grid, 32 * _WARPS, dtype, values, slots)

@@ -120,17 +120,6 @@ MERGE_PARAMS = np.dtype(
 )
 
 
-MERGE_JVP_PARAMS = np.dtype(
-    [
-        *_all(np.uint64, "o l m to tlse", MAX_PARTS),
-        *_all(np.uint64, "o_out l_out m_out to_out tlse_out"),
-        ("rows", np.int64),
-        *_all(np.int32, "head_dim_v parts"),
-    ],
-    align=True,
-)
-
-
 def derived(first: np.dtype, second: np.dtype, prefix: str) -> np.dtype:
     """Return the struct that derives from two; the second one's fields get a prefix.
 
@@ -148,3 +137,10 @@ def derived(first: np.dtype, second: np.dtype, prefix: str) -> np.dtype:
     unit = max(first.alignment, second.alignment)
     itemsize = cdiv(begin + second.itemsize, unit) * unit
     return np.dtype({"names": [*fields], "formats": formats, "offsets": offsets, "itemsize": itemsize}, align=True)
+
+
+MERGE_JVP_PARAMS = derived(
+    MERGE_PARAMS,
+    np.dtype([*_all(np.uint64, "to tlse", MAX_PARTS), *_all(np.uint64, "to_out tlse_out")], align=True),
+    "",
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ class KernelFunction(NamedTuple):
     score: Callable[..., Any] | None = None
 
 
-def power_of_2(x: ndarray, bounded: bool = False) -> ndarray:
+def power_of_2(x: ndarray, bounded: bool) -> ndarray:
     """Replace numbers, at most 0, by powers of 2, of which those that are no normal numbers become 0; return the array.
 
     `bounded` ones are known to be no such.
@@ -56,6 +57,7 @@ def power_of_2(x: ndarray, bounded: bool = False) -> ndarray:
     return x if bounded else np.subtract(x, x.dtype.type(2.0**lowest), x)
 
 
+@lru_cache
 def least(dtype: np.dtype) -> int:
     """Return an exponent of 2 with which a number is normal, and quick to compute."""
     return np.finfo(dtype).minexp + 2

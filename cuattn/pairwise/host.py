@@ -1,8 +1,9 @@
-"""Sums over keys for every row, on the CPU: tiles of squared distances as matrix products, threads over row tiles.
+"""Sums over keys for every row, on the CPU: tiles of exponents as matrix products, threads over row tiles.
 
-Up to DIRECT_DIM coordinates products are taken in float64, of points relative to their mean; of float64 points each is
-split in a part with few enough digits that its products are exact, and a rest.  Both are as good as differences of
-coordinates, at a fraction of the time.
+An exponent is a squared distance times a scale, which is in the points already.  Up to DIRECT_DIM coordinates it is as
+good as from differences of coordinates, at a fraction of the time: points, relative to their mean, are split in parts
+with few enough digits that products of these are exact, and rests.  Products of float32 points that lie too far apart
+for that are taken in float64.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu import threads
+from cuattn.cpu.blocks import SMALL_PRODUCT
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks.intervals import FULL, SKIP
 from cuattn.pairwise.functions import FUNCTIONS, KernelFunction, least, power_of_2
 from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 
-_ROWS, _KEYS = 256, 256  # of a tile: with its products in float64 it fits a core's share of the second cache
+_ROWS, _KEYS = 512, 256  # of a tile: it fits a core's share of the second cache
+_FEWEST = 64  # rows of a small product
 _NANOSECONDS = 1.0  # of a pair
 _LOST = 2.0**-21  # of the square of a distance from the centre, what float32 products lose
 _WORTH_TELLING = 0.01
-_DIGITS = 22  # of the coarse parts, in bits
+_DIGITS = {np.dtype(np.float32): 11, np.dtype(np.float64): 22}  # of the coarse parts, in bits
 _LOG2_E = math.log2(math.e)
 
 Index = tuple[int, ...]
@@ -70,6 +73,7 @@ class Rows:
         self.batch, (self._rows, self._dim) = x.shape[:-2], x.shape[-2:]
         self._keys, self._dtype, self._scale = y.shape[-2], x.dtype, factor * function.base
         self._operands: dict[Index, Operands] = {}
+        self._weights: dict[tuple[str, Index], ndarray | None] = {}  # u and v, times the points' factors
         self.turns, self.lost = _Turns(), 0.0
         self.sizes = [cdiv(self._rows, _ROWS)] * math.prod(self.batch)
 
@@ -93,42 +97,46 @@ class Rows:
         """Return a row tile of one of the batch's matrices."""
         index = tuple(map(int, np.unravel_index(group, self.batch))) if self.batch else ()
         if index not in self._operands:
-            found = operands(self._x[index], self._y[index], self._exact)
-            self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 * self._factor)
-            if self._wanted.logs:
-                found = found.with_logs(self._wanted.key_log[index] * _LOG2_E, self._scale)
+            logs = self._wanted.key_log[index] * _LOG2_E if self._wanted.logs else None
+            gaussian = self._function is FUNCTIONS["gaussian"]
+            points, factors = (self._x[index], self._y[index]), gaussian and not self._wanted.moments
+            found = operands(*points, self._scale, logs, exact=self._exact, smooth=gaussian, factors=factors)
+            for name, factor in (("u", found.of_rows), ("v", found.of_keys)):
+                self._weights[name, index] = None if (w := getattr(self._wanted, name)) is None else w[index] * factor
+            self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 / self._function.base)
             self._operands[index] = found
         return index, number
 
     def _tile(self, item: tuple[Index, int]) -> None:
         """Sum over all keys for a tile of rows."""
         index, tile = item
-        left, right, centre, reach, logs, span = self._operands[index]
-        bounded = reach**2 * self._scale + span < 0.9 * -least(self._dtype)
+        left, right, centre, _, bounded, greatest, of_rows, of_keys = self._operands[index]
         rows = slice(tile * _ROWS, min((tile + 1) * _ROWS, self._rows))
         instances = [mask.instance(index) for mask in self._masks]
         states = self._states(instances, tile)
         sums = _LogSum(rows.stop - rows.start, self._dtype, bounded) if self._wanted.logs else None
-        products = np.empty((_ROWS, _KEYS), left.dtype)
+        products, rounded, room = (np.empty((_ROWS, _KEYS), dtype) for dtype in (left.dtype, self._dtype, centre.dtype))
         for number in range(cdiv(self._keys, _KEYS)):
             if states is not None and states[number] == SKIP:
                 continue
             keys = slice(number * _KEYS, min((number + 1) * _KEYS, self._keys))
             hidden = None if states is None or states[number] == FULL else self._hidden(instances, rows, keys)
-            own = products.ravel()[: (rows.stop - rows.start) * (keys.stop - keys.start)]
-            own = own.reshape(rows.stop - rows.start, -1)
-            np.matmul(left[rows], right[:, keys], out=own)
-            s = np.multiply(own, -self._scale, dtype=self._dtype, casting="same_kind")
+            s = _multiply(left[rows], right[:, keys], _part(products, rows, keys))
+            if s.dtype != self._dtype:
+                wide, s = s, _part(rounded, rows, keys)
+                np.copyto(s, wide, casting="same_kind")
             if sums is not None:
-                sums.add(s, hidden)
+                sums.add(s, of_keys[keys, 0], hidden)
             else:
-                self._add((*index, rows), (*index, keys), s, hidden, centre, bounded)
+                self._add(index, rows, keys, s, hidden, _part(room, rows, keys))
         if sums is not None:
-            self._results.logs[index][rows] = (sums.total() + logs) / _LOG2_E
+            self._results.logs[index][rows] = (sums.total() + greatest + np.log2(of_rows[rows, 0])) / _LOG2_E
+        elif self._wanted.sums:
+            self._results.sums[index][rows] *= of_rows[rows]
 
-    def _add(self, rows: tuple, keys: tuple, s: ndarray, hidden: Any, centre: ndarray, bounded: bool) -> None:
+    def _add(self, index: Index, own: slice, others: slice, s: ndarray, hidden: Any, room: ndarray) -> None:
         """Add what one tile has to sums and slopes."""
-        wanted, results = self._wanted, self._results
+        wanted, bounded, rows, keys = self._wanted, self._operands[index].bounded, (*index, own), (*index, others)
         if hidden is not None:
             np.copyto(s, 0, where=hidden)
         w = s * s.dtype.type(-1 / self._function.base) if wanted.moments else None
@@ -139,21 +147,30 @@ class Rows:
         k, slope = self._function.evaluate(s, wanted.slopes, bounded)
         if hidden is not None:
             np.copyto(k, 0, where=hidden)
-        v = wanted.v[keys]
+        v = self._weights["v", index][others]
         if wanted.sums:
-            results.sums[rows] += product(k, v, hidden if not self._finite else None)
+            self._results.sums[rows] += product(k, v, hidden if not self._finite else None)
         if wanted.slopes:
-            u = wanted.u[rows]
-            weights = slope * v.T * u if v.shape[-1] == 1 else np.matmul(u, v.T) * slope  # BLAS is slow on vectors
+            u = self._weights["u", index][own]
+            for factor in (v.T, u) if v.shape[-1] == 1 else (np.matmul(u, v.T),):  # BLAS is slow on vectors
+                slope *= factor
             if hidden is not None:
-                np.copyto(weights, 0, where=hidden)
+                np.copyto(slope, 0, where=hidden)
             if wanted.moments:
-                results.moments[rows] += np.einsum("ij,ij->i", weights, w)
-            y = self._y[keys] - centre
-            if hidden is not None:
-                y = np.where(np.isfinite(y), y, 0)
-            pulled = weights.astype(centre.dtype, copy=False) @ np.concatenate([y, np.ones_like(y[:, :1])], -1)
-            results.directions[rows] += (self._x[rows] - centre) * pulled[:, -1:] - pulled[:, :-1]
+                self._results.moments[rows] += np.einsum("ij,ij->i", slope, w)
+            self._pull(index, own, others, slope, room)
+
+    def _pull(self, index: Index, own: slice, others: slice, weights: ndarray, room: ndarray) -> None:
+        """Add the differences of a tile's points, weighed; arrays of its size made anew would be slow to come by."""
+        centre = self._operands[index].centre
+        x, y = self._x[index][own] - centre, self._y[index][others] - centre
+        if self._masks:
+            y = np.where(np.isfinite(y), y, 0)
+        if weights.dtype != room.dtype:
+            np.copyto(room, weights)
+            weights = room
+        pulled = weights @ np.concatenate([y, np.ones_like(y[:, :1])], -1)
+        self._results.directions[index][own] += x * pulled[:, -1:] - pulled[:, :-1]
 
     def _states(self, instances: Sequence[Any], tile: int) -> ndarray | None:
         """Return the states of a row tile's key tiles; None where nothing is hidden."""
@@ -185,8 +202,8 @@ class _LogSum:
     def __init__(self, rows: int, dtype: np.dtype, bounded: bool) -> None:
         self._m, self._l, self._bounded = np.full(rows, 0 if bounded else -np.inf, dtype), np.zeros(rows), bounded
 
-    def add(self, s: ndarray, hidden: Any) -> None:
-        """Add 2^s of a tile."""
+    def add(self, s: ndarray, factors: ndarray, hidden: Any) -> None:
+        """Add 2^s of a tile, times factors of its keys."""
         if not self._bounded:
             if hidden is not None:
                 np.copyto(s, -np.inf, where=hidden)
@@ -198,11 +215,20 @@ class _LogSum:
         powers = power_of_2(s, self._bounded)
         if self._bounded and hidden is not None:
             np.copyto(powers, 0, where=hidden)
-        self._l += powers @ np.ones(s.shape[1], s.dtype)
+        self._l += powers @ factors
 
     def total(self) -> ndarray:
         """Return the logarithm."""
         return self._m + np.log2(self._l)
+
+
+def _multiply(left: ndarray, right: ndarray, out: ndarray) -> ndarray:
+    """Compute a matrix product, by as many rows, a power of two, as make a small product."""
+    at_once = 1 << (SMALL_PRODUCT // right.size).bit_length() - 1 if right.size <= SMALL_PRODUCT else 1
+    if at_once < _FEWEST or len(left) % at_once:
+        return np.matmul(left, right, out)
+    np.matmul(left.reshape(-1, at_once, len(right)), right, out.reshape(-1, at_once, right.shape[1]))
+    return out
 
 
 def product(k: ndarray, v: ndarray, hidden: Any) -> ndarray:
@@ -212,40 +238,85 @@ def product(k: ndarray, v: ndarray, hidden: Any) -> ndarray:
     return np.stack([np.where(hidden, 0, k * column).sum(-1) for column in v.T], -1)
 
 
-class Operands(NamedTuple):
-    """Matrices whose product has the squared distances of points, the points' centre, and a bound of the distances.
+def _part(tile: ndarray, rows: slice, keys: slice) -> ndarray:
+    """Return contiguous memory of a tile for so many rows and keys."""
+    shape = rows.stop - rows.start, keys.stop - keys.start
+    return tile if shape == tile.shape else tile.ravel()[: math.prod(shape)].reshape(shape)
 
-    With logarithms of the keys it has, times the scale of distances, these less the logarithms, but for the greatest.
+
+class Operands(NamedTuple):
+    """Matrices whose product has the exponents -scale |x - y|^2 of base 2 of points.
+
+    Attributes
+    ----------
+    left, right : ndarray, (M, p) and (p, N)
+    centre : ndarray
+        The points'.
+    reach : float
+        A bound of distances, times the scale's root.
+    bounded : bool
+        Whether no power of 2 is out of range.
+    greatest : float
+        Of the keys' logarithms of base 2, which exponents have then in addition, less this one.
+    of_rows, of_keys : ndarray, (M, 1) and (N, 1)
+        What powers of 2 are yet to be multiplied by.
     """
 
     left: ndarray
     right: ndarray
     centre: ndarray
     reach: float
-    greatest: float = 0.0
-    span: float = 0.0
-
-    def with_logs(self, logs: ndarray, scale: float) -> Operands:
-        """Return the operands with logarithms of the keys."""
-        logs, finite = logs.astype(np.float64), bool(np.isfinite(logs).all())
-        greatest, span = (float(logs.max()), float(np.ptp(logs))) if finite else (0.0, math.inf)
-        column = np.divide(greatest - logs, scale, dtype=np.float64).astype(self.right.dtype)
-        left = np.concatenate([self.left, np.ones_like(self.left[:, :1])], -1)
-        return self._replace(left=left, right=np.concatenate([self.right, column[None]]), greatest=greatest, span=span)
+    bounded: bool
+    greatest: float
+    of_rows: ndarray
+    of_keys: ndarray
 
 
-def operands(x: ndarray, y: ndarray, exact: bool) -> Operands:
-    """Return the operands of a matrix product for points."""
-    dtype, splits = np.dtype(np.float64) if exact else x.dtype, x.dtype == np.float64 and x.shape[-1] <= DIRECT_DIM
-    x, y = x.astype(dtype, copy=False), y.astype(dtype, copy=False)
+def operands(
+    x: ndarray, y: ndarray, scale: float, logs: ndarray | None, *, exact: bool, smooth: bool, factors: bool
+) -> Operands:
+    """Return the operands of a matrix product for points.
+
+    Parameters
+    ----------
+    x, y, scale : ndarray, ndarray, float
+    logs : ndarray or None
+        The keys' logarithms of base 2.
+    exact : bool
+        Whether distances are to be as good as sums of squared differences.
+    smooth : bool
+        Whether what is computed of exponents is infinitely often so at distance 0.
+    factors : bool
+        Whether powers of 2 may have factors.
+    """
+    work, root = x.dtype, np.sqrt(np.longdouble(scale))
+    dtype = np.dtype(np.float64) if exact else work
+    x, y = x.astype(np.float64, copy=False), y.astype(np.float64, copy=False)
     there = np.isfinite(y).all(-1)
-    centre = (y if there.all() else y[there] if there.any() else np.zeros_like(y[:1])).mean(0)
-    reach = sum(math.sqrt(_largest(np.square(p - centre).sum(-1))) for p in (x, y))
-    if not splits:
-        return Operands(*_expanded(x - centre, y - centre), centre, reach)
-    unit = 2.0 ** (math.frexp(reach)[1] - _DIGITS)
-    centre = np.round(centre / unit) * unit
-    return Operands(*_split(x, y, centre, unit), centre, reach)
+    centre = (y if there.all() else y[there] if there.any() else np.zeros_like(y[:1])).mean(0).astype(dtype)
+    reach = float(root) * sum(math.sqrt(_largest(np.square(p - centre).sum(-1))) for p in (x, y))
+    greatest, span = 0.0, 0.0
+    if logs is not None:
+        greatest, span = (float(logs.max()), float(np.ptp(logs))) if np.isfinite(logs).all() else (0.0, math.inf)
+    bounded = reach**2 + span < 0.9 * -least(work)
+    if exact and bounded and smooth:
+        dtype = work
+    of_rows, of_keys = (np.ones((len(p), 1), work) for p in (x, y))
+    if exact and dtype == work and x.shape[-1] <= DIRECT_DIM:
+        unit = 2.0 ** (math.frexp(reach)[1] - _DIGITS[dtype])
+        wider = np.longdouble if work == np.float64 else np.float64
+        left, right, rests = _split(*[(p - centre.astype(wider)) * root.astype(wider) for p in (x, y)], unit)
+        if factors and bounded:
+            of_rows, of_keys = (np.exp2(-np.where(np.isfinite(rest), rest, 0)).astype(work) for rest in rests)
+        else:
+            left, right = [*left, -rests[0], -of_rows], [*right, of_keys, rests[1]]
+    else:
+        left, right = _expanded(*[((p - centre) * float(root)).astype(dtype) for p in (x, y)])
+    if logs is not None:
+        right.append((logs - greatest)[:, None])
+        left.append(np.ones_like(left[1]))
+    left, right = (np.concatenate(columns, -1, dtype=dtype, casting="same_kind") for columns in (left, right))
+    return Operands(left, np.ascontiguousarray(right.T), centre, reach, bounded, greatest, of_rows, of_keys)
 
 
 def _largest(numbers: ndarray) -> float:
@@ -253,22 +324,27 @@ def _largest(numbers: ndarray) -> float:
     return float(numbers.max(initial=0, where=np.isfinite(numbers)))
 
 
-def _expanded(x: ndarray, y: ndarray) -> tuple[ndarray, ndarray]:
-    """|x|^2 - 2 x.y + |y|^2."""
-    left = np.concatenate([-2 * x, _squares(x), np.ones_like(x[:, :1])], -1)
-    right = np.concatenate([y, np.ones_like(y[:, :1]), _squares(y)], -1)
-    return left, np.ascontiguousarray(right.T)
+def _expanded(x: ndarray, y: ndarray) -> tuple[list[ndarray], list[ndarray]]:
+    """2 x.y - |x|^2 - |y|^2."""
+    one, other = (np.ones_like(p[:, :1]) for p in (x, y))
+    return [2 * x, -_squares(x), -one], [y, other, _squares(y)]
 
 
-def _split(x: ndarray, y: ndarray, centre: ndarray, unit: float) -> tuple[ndarray, ndarray]:
-    """Return the same of points a + b, the a multiples of a unit: first |a - a'|^2, exact, then what has b or b'."""
-    coarse = [np.round(p / unit) * unit for p in (x, y)]
-    (a, c), (b, d) = [p - centre for p in coarse], [p - q for p, q in zip((x, y), coarse, strict=True)]
+def _split(x: ndarray, y: ndarray, unit: float) -> tuple[list[ndarray], list[ndarray], list[ndarray]]:
+    """Return the same of points a + b, the a multiples of a unit: first -|a - a'|^2, exact, then what has b and b'.
+
+    What is to be subtracted for each point comes by itself.
+    """
+    (a, b), (c, d) = _coarse(x, unit), _coarse(y, unit)
     left, right = _expanded(a, c)
     rests = [2 * (p * q).sum(-1, keepdims=True) + _squares(q) for p, q in ((a, b), (c, d))]
-    more = np.concatenate([rests[0], np.ones_like(rests[0]), -2 * a, -2 * b], -1)
-    others = np.concatenate([np.ones_like(rests[1]), rests[1], d, c + d], -1)
-    return np.concatenate([left, more], -1), np.concatenate([right, others.T])
+    return [*left, 2 * a, 2 * b], [*right, d, c + d], rests
+
+
+def _coarse(p: ndarray, unit: float) -> tuple[ndarray, ndarray]:
+    """Return the nearest multiples of a unit, and what is left."""
+    coarse = np.round(p.astype(np.float64) / unit) * unit
+    return coarse, (p - coarse).astype(np.float64)
 
 
 def _squares(x: ndarray) -> ndarray:

@@ -197,9 +197,9 @@ class Pairs:
         alike = tuple([a for a, n in enumerate(shape[: len(shape) - axes]) if n == 1 != gradient.shape[a]])
         return gradient.sum(axis=alike, keepdims=True) if alike else gradient
 
-    def give(self, result: Any, dtype: np.dtype | None = None) -> Any:
+    def give(self, result: Any) -> Any:
         """Return a result as the caller's kind of array."""
-        result = self.xp.asarray(result).astype(dtype or self.dtype, copy=False)
+        result = self.xp.asarray(result).astype(self.dtype, copy=False)
         if self.origin.kind != "torch" or self.origin.backend == "cpu":
             return self.origin.from_backend(self.xp.ascontiguousarray(result).reshape(result.shape))
         (given,), *_ = self.origin.allocator([(result.shape, result.dtype)])(0, False, ())

@@ -87,7 +87,7 @@ def _written(node: Node, operands: list[str]) -> str:
     return name if node.op == "parameter" else f"{name}({', '.join(operands)})"
 
 
-def intern(op: str, args: Sequence[Node] = (), kind: str = "f", value: Any = None) -> Node:
+def intern(op: str, args: Sequence[Node], kind: str = "f", value: Any = None) -> Node:
     """Return the node with this content, as it stands: :func:`cuattn.tracing.build.apply` simplifies.
 
     Parameters

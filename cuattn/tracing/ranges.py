@@ -150,7 +150,7 @@ def increasing(function: Callable, low: float = -np.inf, high: float = np.inf) -
     return rule
 
 
-def decreasing(function: Callable, low: float = -np.inf, high: float = np.inf) -> Rule:
+def decreasing(function: Callable, low: float, high: float) -> Rule:
     """Return the rule of a function that falls on [low, high] and is NaN elsewhere."""
     rising = increasing(function, low, high)
 

@@ -1,4 +1,5 @@
-// Where the kernels that sum dS over what shares a bias (kernels/sm80/bwd_bias.cu, kernels/sm90/bwd_dbias.cu) have their place, and leave a tile of sums.
+// Where the kernels that sum dS over what shares a bias (kernels/sm80/bwd_bias.cu, kernels/sm80/bwd_jvp_bias.cu, kernels/sm90/bwd_dbias.cu) have their
+// place, and leave a tile of sums.
 #pragma once
 #include "attn/math.cuh"
 #include "attn/params.cuh"
@@ -31,9 +32,15 @@ struct BiasPlace {
 __device__ __forceinline__ i64 bias_rows(const Params& p) { return cfg::sum_rows ? 1 : p.n_queries; }
 __device__ __forceinline__ i64 bias_keys(const Params& p) { return cfg::sum_keys ? 1 : p.n_keys; }
 
-// One number of the result per thread: a sum over the rows or keys of the tile where those are summed.
-template <int threads>
-__device__ __forceinline__ void store_bias_sums(const cfg::acc* sums, const Params& p, const BiasPlace& place, int thread) {
+// Where the sums go: to the gradient, or (cfg::split) unrounded to parts of it.
+__device__ __forceinline__ auto* bias_sums_to(const Params& p) {
+    if constexpr (cfg::split) return static_cast<cfg::acc*>(p.dbias_acc);
+    else return static_cast<cfg::bias_grad*>(p.dbias.data);
+}
+
+// One number of the result per thread: a sum over the rows or keys of the tile where those are summed, times a factor.
+template <int threads, class Out>
+__device__ __forceinline__ void store_bias_sums(const cfg::acc* sums, const Params& p, const BiasPlace& place, int thread, Out* to, cfg::acc factor) {
     constexpr int rows = cfg::sum_rows ? 1 : cfg::block_m, keys = cfg::sum_keys ? 1 : cfg::block_n;
     const i64 size = bias_rows(p) * bias_keys(p);
     for (int index = thread; index < rows * keys; index += threads) {
@@ -45,8 +52,8 @@ __device__ __forceinline__ void store_bias_sums(const cfg::acc* sums, const Para
         const i64 to_key = cfg::sum_keys ? 0 : i64(place.key_begin) * cfg::block_n + key;
         if (to_row >= bias_rows(p) || to_key >= bias_keys(p)) continue;
         const i64 at = place.instance * size + to_row * bias_keys(p) + to_key;
-        sum *= cfg::acc(p.dropout_scale);
-        if constexpr (cfg::split) static_cast<cfg::acc*>(p.dbias_acc)[(i64(place.split) * p.bias_instances) * size + at] = sum;
-        else static_cast<cfg::bias_grad*>(p.dbias.data)[at] = round_to<cfg::bias_grad>(sum);
+        const i64 part = cfg::split ? i64(place.split) * p.bias_instances : 0;
+        sum *= factor;
+        to[part * size + at] = round_to<Out>(sum);
     }
 }

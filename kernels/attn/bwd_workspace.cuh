@@ -14,9 +14,9 @@
 
 constexpr i32 kStatRows = 128;
 
-// How the main kernel for compute capability 9.0 makes the gradient of a bias (cfg::dbias): not at all (sm90/bwd_dbias.cu does it); sums over
-// queries; dS stored as it is.  Or what a function's arrays need of dS, sums over queries, and
-// along diagonals, too.
+// What the main kernel for compute capability 9.0 makes of dS beside dQ and dK (cfg::dbias): nothing (sm90/bwd_dbias.cu makes the gradient of a
+// bias); its sums over queries, for a bias of keys; dS as it is, for a bias of its own; for the arrays of a score function weighted sums over
+// queries, or those along diagonals, too.
 enum Dbias { kDbiasElsewhere, kDbiasOfKeys, kDbiasStored, kDbiasWeighted, kDbiasDiagonals };
 constexpr i32 kDeltaParts = 3;
 constexpr i32 kEmptyRows = 1, kFarRows = 2;

@@ -24,6 +24,18 @@ struct Rows {
     i32 first, end, tile;  // query rows of a row tile, and its number
 };
 
+__device__ __forceinline__ i32 clamp_key(i64 key, i32 n_keys) { return key < 0 ? 0 : (key > n_keys ? n_keys : static_cast<i32>(key)); }
+
+// First key and end of the keys that the band lets any of the rows see.
+__device__ __forceinline__ i32 band_first(const Params& p, const Rows& rows) {
+    if constexpr (!cfg::band_left) return 0;
+    return clamp_key(static_cast<i64>(rows.first) - p.band_left, p.n_keys);
+}
+__device__ __forceinline__ i32 band_end(const Params& p, const Rows& rows) {
+    if constexpr (!cfg::band_right) return p.n_keys;
+    return clamp_key(static_cast<i64>(rows.end) + p.band_right, p.n_keys);
+}
+
 // Which matrix of a mask function, where there is one.
 struct NoMatrix {
     __device__ __forceinline__ void set_matrix(i32) {}
@@ -60,21 +72,15 @@ struct MaskPlace : OwnMatrix {
     __device__ __forceinline__ MaskPlace() = default;
     __device__ __forceinline__ MaskPlace(const Rows& rows, i32 instance, i64 offset) : rows(rows), instance(instance), offset(offset), lowest(0), boolean(0) {}
 
+    // Those of the row tile with this number.
+    __device__ __forceinline__ void set_rows(const Params& p, i32 tile) {
+        const i32 first = tile * cfg::block_m;
+        rows = {first, min(first + cfg::block_m, p.n_queries), tile};
+        lowest = band_first(p, rows) / cfg::block_n;
+    }
     __device__ __forceinline__ void set(const MaskSlices& of) { instance = static_cast<i32>(of.instance), offset = of.blocks, boolean = of.boolean, set_matrix(of.matrix()); }
     __device__ __forceinline__ MaskSlices slices() const { return {instance, offset, boolean, matrix()}; }
 };
-
-__device__ __forceinline__ i32 clamp_key(i64 key, i32 n_keys) { return key < 0 ? 0 : (key > n_keys ? n_keys : static_cast<i32>(key)); }
-
-// First key and end of the keys that the band lets any of the rows see.
-__device__ __forceinline__ i32 band_first(const Params& p, const Rows& rows) {
-    if constexpr (!cfg::band_left) return 0;
-    return clamp_key(static_cast<i64>(rows.first) - p.band_left, p.n_keys);
-}
-__device__ __forceinline__ i32 band_end(const Params& p, const Rows& rows) {
-    if constexpr (!cfg::band_right) return p.n_keys;
-    return clamp_key(static_cast<i64>(rows.end) + p.band_right, p.n_keys);
-}
 
 // Do the end of the keys or the band's edges cut through the tile?
 __device__ __forceinline__ bool cut(const Params& p, const Rows& rows, i32 n) {

@@ -34,7 +34,7 @@ struct ScoreSums {
 
 struct ScoreSumsParams : Params, ScoreSums {};
 
-// traced::weights, steps, tilts, numbers, offsets and bases return a number for each weight.
+// The numbers from 0 on.
 template <int... n>
 struct Numbers {};
 template <int count, int... n>
@@ -44,35 +44,22 @@ struct CountTo<0, n...> {
     using type = Numbers<n...>;
 };
 
-// What they are asked about.
+// What functions of weights are asked about: traced::weights, steps, tilts, numbers, offsets, bases.
 struct ScorePlace {
     const Params& p;
     const TracedHead& head;
     const TracedRow& row;
     const TracedKey& key;
 
-    template <int count, int... n>
-    __device__ __forceinline__ void weights(cfg::acc (&found)[count], Numbers<n...>, cfg::acc s) const {
-        traced::weights(p, head.made, row.made, key.made, s, head.b, head.h, row.i, key.j, found[n]...);
+    // Asks one of them, which returns a number for each weight.
+    template <auto function, class T, int count>
+    __device__ __forceinline__ void ask(T (&found)[count], cfg::acc s = 0) const {
+        ask<function>(found, s, typename CountTo<count>::type());
     }
-    template <int count, int... n>
-    __device__ __forceinline__ void steps(cfg::acc (&found)[count], Numbers<n...>) const {
-        traced::steps(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
-    }
-    template <int count, int... n>
-    __device__ __forceinline__ void tilts(cfg::acc (&found)[count], Numbers<n...>) const {
-        traced::tilts(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
-    }
-    template <int count, int... n>
-    __device__ __forceinline__ void numbers(i64 (&found)[count], Numbers<n...>) const {
-        traced::numbers(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
-    }
-    template <int count, int... n>
-    __device__ __forceinline__ void offsets(i64 (&found)[count], Numbers<n...>) const {
-        traced::offsets(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
-    }
-    template <int count, int... n>
-    __device__ __forceinline__ void bases(i64 (&found)[count], Numbers<n...>) const {
-        traced::bases(p, head.made, row.made, key.made, cfg::acc(0), head.b, head.h, row.i, key.j, found[n]...);
+
+private:
+    template <auto function, class T, int count, int... n>
+    __device__ __forceinline__ void ask(T (&found)[count], cfg::acc s, Numbers<n...>) const {
+        function(p, head.made, row.made, key.made, s, head.b, head.h, row.i, key.j, found[n]...);
     }
 };

@@ -4,7 +4,6 @@
 #include "attn/score_sums.cuh"
 
 constexpr int weights = cfg::weights;
-using Weighted = typename CountTo<weights>::type;
 using Diagonal = Diagonals<cfg::block_m, cfg::block_n>;
 
 // Which scores share an index in weight k; and how many weights before it share as much.

@@ -20,17 +20,9 @@ __device__ __forceinline__ void add_ds(Scores& sums, Products& products, const T
 
 // Adds dS of one head to the sums, over the block's tiles.
 __device__ __forceinline__ void add_head(Scores& sums, PairSpace space, const Params& p, Head& head, const BiasPlace& place) {
-    for (i32 key_tile = place.key_begin; key_tile < place.key_end; ++key_tile) {
-        __syncthreads();  // the last head, key tile and walk are done with
-        if (threadIdx.x == 0) describe_walk(head, p, key_tile);
-        __syncthreads();  // head and walk are complete
-        RowWalk walk(p, head.walk);
-        walk.tile = max(walk.tile, place.row_begin - 1);
-        const u32 numbers = pair_numbers(space);
-        for (bool first = true; walk.next(p) && walk.tile < place.row_end; first = false)
-            visit_pair(space, p, head, {numbers, walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p)}, first,
+    for (i32 key_tile = place.key_begin; key_tile < place.key_end; ++key_tile)
+        visit_key_tile(space, p, head, key_tile, place.row_begin, place.row_end,
                        [&](auto& products, const TilePlace& at) { add_ds(sums, products, at, p, head); });
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backward_bias(const __grid_constant__ Params p) {
@@ -50,5 +42,5 @@ extern "C" __global__ void __launch_bounds__(threads, cfg::blocks_per_sm) backwa
     __syncthreads();  // all tiles are done with
     if (threadIdx.x / 32 < scores_warps) save_sums(reinterpret_cast<Acc*>(memory), sums);
     __syncthreads();  // the sums are complete
-    store_bias_sums<threads>(reinterpret_cast<const Acc*>(memory), p, place, threadIdx.x);
+    store_bias_sums<threads>(reinterpret_cast<const Acc*>(memory), p, place, threadIdx.x, bias_sums_to(p), static_cast<Acc>(p.dropout_scale));
 }

@@ -55,10 +55,8 @@ __device__ __forceinline__ void describe(const TangentParams& p, Head& h, i32 ib
     if constexpr (keys_own) {
         describe_tables(h.walk, p, h.mask.instance, h.mask.blocks, tile);
     } else {
-        const i32 row0 = tile * cfg::block_m;
         h.place.set(h.mask);
-        h.place.rows = {row0, min(row0 + cfg::block_m, p.n_queries), tile};
-        h.place.lowest = band_first(p, h.place.rows) / cfg::block_n;
+        h.place.set_rows(p, tile);
     }
 }
 
@@ -70,13 +68,7 @@ __device__ __forceinline__ const Acc* numbers_of(const TangentParams& p, const H
 template <class At>
 __device__ __forceinline__ void load_keys(const TangentParams& p, const Head& h, i32 first, u32 to) {
     constexpr int rows = keys_own ? owned_rows : streamed_rows;
-    const auto live = [&](i32 row) {
-        const i32 key = first + row;
-        bool seen = key < p.n_keys && bias_shows(p, h.bias, key);
-        if constexpr (cfg::band_left || cfg::band_right) seen = seen && band_sees(p, key);
-        if constexpr (cfg::mask != kMaskNone) seen = seen && key_alive(p, h.mask.instance, key);
-        return seen;
-    };
+    const auto live = [&](i32 row) { return is_live(p, h.bias, h.mask.instance, first + row); };
     load_rows<rows, cfg::head_dim>(to, h.k + first * p.k.row, p.k.row, p.head_dim, live);
     if constexpr (cfg::tk) load_rows<rows, cfg::head_dim>(to + At::tx_at, h.tk + first * p.tk.row, p.tk.row, p.head_dim, live);
     if constexpr (needs_dp) load_rows<rows, cfg::head_dim_v>(to + At::v_at, h.v + first * p.v.row, p.v.row, p.head_dim_v, live);
@@ -168,11 +160,31 @@ __device__ __forceinline__ void make_ds(const TangentParams& p, const Head& h, i
     });
 }
 
-// The products that scores and their tangents are made of, and P and u.
-__device__ __forceinline__ void make_weights(const TangentParams& p, const Head& h, i32 own0, i32 stream0, bool partial, u32 own, u32 stream, const RowNumbers& numbers,
-                                             Scores& s, Scores& t, Scores& slope, Scores& bend) {
+// The products that scores and their tangents are made of.
+__device__ __forceinline__ void add_products(Scores& s, Scores& t, u32 own, u32 stream) {
     add_scores<cfg::head_dim>(s, own, stream);
     if constexpr (OwnSide::moved) add_scores<cfg::head_dim>(t, own + OwnSide::tx_at, stream);
     if constexpr (StreamSide::moved) add_scores<cfg::head_dim>(t, own, stream + StreamSide::tx_at);
+}
+
+// These, and P and u.
+__device__ __forceinline__ void make_weights(const TangentParams& p, const Head& h, i32 own0, i32 stream0, bool partial, u32 own, u32 stream, const RowNumbers& numbers,
+                                             Scores& s, Scores& t, Scores& slope, Scores& bend) {
+    add_products(s, t, own, stream);
     make_p(p, h, own0, stream0, partial, numbers, s, t, slope, bend);
+}
+
+// Loads the rows of a row tile, whose head and place are described, and calls work(numbers, first key, partial) for each key tile before the
+// `end` that they see; for kernels with one place for tiles.
+template <class Work>
+__device__ __forceinline__ void for_key_tiles(const TangentParams& p, const Head& h, i32 own0, i32 end, u32 own, u32 stage, const Work& work) {
+    load_queries<OwnSide>(p, h, own0, own);
+    RowNumbers numbers;
+    numbers.load_own(p, h, own0);
+    TileWalk walk(p, h.place, end);
+    for (Tile next = walk.next(); next.exists(); next = walk.next()) {
+        const i32 first = next.n() * cfg::block_n;
+        fetch_stream(p, h, first, stage);
+        work(numbers, first, next.partial());
+    }
 }

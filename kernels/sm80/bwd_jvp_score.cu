@@ -12,22 +12,10 @@
 
 constexpr int weights = cfg::weights;
 
-// Weights, their tangents by those of arrays, and their derivatives by the score; and where in their arrays the elements lie.
-template <int... n>
-__device__ __forceinline__ void find_weights(const ScorePlace& at, Acc s, Acc (&found)[3 * weights], Numbers<n...>) {
-    traced::weights_moved(at.p, at.head.made, at.row.made, at.key.made, s, at.head.b, at.head.h, at.row.i, at.key.j, found[n]...);
-}
-template <int... n>
-__device__ __forceinline__ void find_places(const ScorePlace& at, i64 (&found)[weights], Numbers<n...>) {
-    traced::places(at.p, at.head.made, at.row.made, at.key.made, Acc(0), at.head.b, at.head.h, at.row.i, at.key.j, found[n]...);
-}
-
 // One key tile.
 __device__ __forceinline__ void attend(const TangentParams& p, const Head& h, i32 own0, i32 stream0, bool partial, u32 own, u32 stream, const RowNumbers& numbers) {
     Scores product = {}, moved = {}, s, t, slope, bend;
-    add_scores<cfg::head_dim>(product, own, stream);
-    if constexpr (OwnSide::moved) add_scores<cfg::head_dim>(moved, own + OwnSide::tx_at, stream);
-    if constexpr (StreamSide::moved) add_scores<cfg::head_dim>(moved, own, stream + StreamSide::tx_at);
+    add_products(product, moved, own, stream);
     unroll<n_tiles, 4>([&](int n, int i) { s[0][n][i] = product[0][n][i], t[0][n][i] = moved[0][n][i]; });
     make_p(p, h, own0, stream0, partial, numbers, s, t, slope, bend);
     make_ds(p, h, own0, stream0, own, stream, numbers, s, t);
@@ -38,10 +26,10 @@ __device__ __forceinline__ void attend(const TangentParams& p, const Head& h, i3
         if constexpr (cfg::softcap) input = cap_product(p, product[0][n][i]);
         const Acc tangent = input.slope * moved[0][n][i] * Acc(p.scale);
         const ScorePlace at = {p, h, row, key};
-        Acc found[3 * weights];
-        i64 place[weights];
-        find_weights(at, input.score, found, typename CountTo<3 * weights>::type());
-        find_places(at, place, typename CountTo<weights>::type());
+        Acc found[3 * weights];  // and their tangents by those of arrays, and their derivatives by the score
+        i64 place[weights];      // of the elements in their arrays
+        at.ask<traced::weights_moved>(found, input.score);
+        at.ask<traced::places>(place);
         unroll<weights>([&](int k) {
             const Acc share = ds == 0 ? Acc(0) : ds * found[k];
             const Acc more = ds == 0 ? Acc(0) : ds * (found[weights + k] + found[2 * weights + k] * tangent);
@@ -58,13 +46,7 @@ extern "C" __global__ __launch_bounds__(threads, cfg::min_blocks) void backward_
     const i32 tile = static_cast<i32>(blockIdx.x) % p.row_tiles, flat = blockIdx.x / p.row_tiles, own0 = tile * cfg::block_m;
     if (threadIdx.x == 0) describe(p, h, flat / p.heads, flat % p.heads, tile);
     __syncthreads();  // h is complete
-    load_queries<OwnSide>(p, h, own0, own);
-    RowNumbers numbers;
-    numbers.load_own(p, h, own0);
-    TileWalk walk(p, h.place, p.key_tiles);
-    for (Tile next = walk.next(); next.exists(); next = walk.next()) {
-        const i32 first = next.n() * cfg::block_n;
-        fetch_stream(p, h, first, stage);
-        attend(p, h, own0, first, next.partial(), own, stage, numbers);
-    }
+    for_key_tiles(p, h, own0, p.key_tiles, own, stage, [&](const RowNumbers& numbers, i32 first, bool partial) {
+        attend(p, h, own0, first, partial, own, stage, numbers);
+    });
 }

@@ -78,9 +78,7 @@ __device__ __forceinline__ void describe_walk(Head& head, const Params& p, i32 k
 
 // Where one row tile walks over key tiles; called by thread 0, which has described the head.
 __device__ __forceinline__ void describe_rows(MaskPlace& place, const Params& p, const Head& head, i32 row_tile) {
-    const i32 first = row_tile * cfg::block_m;
-    place.rows = {first, min(first + cfg::block_m, p.n_queries), row_tile};
-    place.lowest = band_first(p, place.rows) / cfg::block_n;
+    place.set_rows(p, row_tile);
     place.set(head.mask);
 }
 

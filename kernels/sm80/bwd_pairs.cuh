@@ -33,6 +33,18 @@ __device__ __forceinline__ void visit_pair(PairSpace space, const Params& p, con
     }
 }
 
+// The same for the row tiles from `begin` to `end` that see one key tile; thread 0 describes the head's walk.
+template <class Work>
+__device__ __forceinline__ void visit_key_tile(PairSpace space, const Params& p, Head& head, i32 key_tile, i32 begin, i32 end, const Work& work) {
+    __syncthreads();  // the last head, key tile and walk are done with
+    if (threadIdx.x == 0) describe_walk(head, p, key_tile);
+    __syncthreads();  // head and walk are complete
+    RowWalk walk(p, head.walk);
+    walk.tile = max(walk.tile, begin - 1);
+    for (bool first = true; walk.next(p) && walk.tile < end; first = false)
+        visit_pair(space, p, head, {pair_numbers(space), walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p)}, first, work);
+}
+
 // The warp's sums to the tile in shared memory.
 __device__ __forceinline__ void save_sums(Acc* tile, const Scores& sums) {
     const i32 lane = threadIdx.x % 32;

@@ -35,9 +35,9 @@ __device__ __forceinline__ void add_weighted(Sums& sums, Acc* slice, Products& p
         const ScorePlace place = {p, of_head, row, key};
         Acc weight[weights];
         i64 offset[weights], number[weights];
-        place.weights(weight, Weighted(), input[m][n][i]);
-        place.offsets(offset, Weighted());
-        place.numbers(number, Weighted());
+        place.ask<traced::weights>(weight, input[m][n][i]);
+        place.ask<traced::offsets>(offset);
+        place.ask<traced::numbers>(number);
         unroll<weights>([&](int k) {
             const Acc share = ds[m][n][i] == 0 ? Acc(0) : ds[m][n][i] * weight[k];  // of a hidden score a weight may be anything
             if (is_summed(k)) sums[k][m][n][i] += share;
@@ -53,13 +53,7 @@ __device__ __forceinline__ void add_head(Sums& sums, Acc* slice, PairSpace space
         i32 begin, end;
         place.rows(p, key_tile, begin, end);
         if (begin >= end) continue;
-        __syncthreads();  // the last key tile and walk are done with
-        if (threadIdx.x == 0) describe_walk(head, p, key_tile);
-        __syncthreads();  // head and walk are complete
-        RowWalk walk(p, head.walk);
-        walk.tile = max(walk.tile, begin - 1);
-        for (bool first = true; walk.next(p) && walk.tile < end; first = false)
-            visit_pair(space, p, head, {pair_numbers(space), walk.tile * cfg::block_m, head.walk.first_key, walk.partial(p)}, first,
+        visit_key_tile(space, p, head, key_tile, begin, end,
                        [&](auto& products, const TilePlace& at) { add_weighted(sums, slice, products, at, p, head); });
     }
 }

@@ -46,30 +46,21 @@ __device__ __forceinline__ void locate(const TangentParams& p, Work& w) {
     if constexpr (cfg::bias) w.bias = slice_offset(p.bias, index, head);
     if constexpr (cfg::tbias) w.tbias = slice_offset(p.tbias, index, head);
     w.mask.set(MaskSlices::of(p, index, head));
-    w.row0 = tile * cfg::block_m;
-    w.mask.rows = {w.row0, min(w.row0 + cfg::block_m, p.n_queries), tile};
-    w.mask.lowest = band_first(p, w.mask.rows) / cfg::block_n;
+    w.mask.set_rows(p, tile);
+    w.row0 = w.mask.rows.first;
     if constexpr (cfg::dropout != 0) w.stream = random_stream(p.dropout, ib, head);
-}
-
-// Keys that no row sees must not reach a product: they could hold NaN.
-__device__ __forceinline__ bool is_live(const TangentParams& p, const Work& w, i32 key) {
-    bool seen = key < p.n_keys && bias_shows(p, w.bias, key);
-    if constexpr (cfg::band_left || cfg::band_right) seen = seen && band_sees(p, key);
-    if constexpr (cfg::mask != kMaskNone) seen = seen && key_alive(p, w.mask.instance, key);
-    return seen;
 }
 
 __device__ __forceinline__ void load_keys(const TangentParams& p, const Work& w, Tile tile, u32 stage) {
     const i32 first = tile.n() * cfg::block_n;
-    const auto live = [&](i32 row) { return is_live(p, w, first + row); };
+    const auto live = [&](i32 row) { return is_live(p, w.bias, w.mask.instance, first + row); };
     load_rows<cfg::block_n, cfg::head_dim>(stage + k_at, w.k + first * p.k.row, p.k.row, p.head_dim, live);
     if constexpr (cfg::tk) load_rows<cfg::block_n, cfg::head_dim>(stage + tk_at, w.tk + first * p.tk.row, p.tk.row, p.head_dim, live);
 }
 
 __device__ __forceinline__ void load_values(const TangentParams& p, const Work& w, Tile tile, u32 stage) {
     const i32 first = tile.n() * cfg::block_n, columns = p.head_dim_v - w.column0;
-    const auto live = [&](i32 row) { return is_live(p, w, first + row); };
+    const auto live = [&](i32 row) { return is_live(p, w.bias, w.mask.instance, first + row); };
     load_rows<cfg::block_n, cfg::columns>(stage + v_at, w.v + first * p.v.row, p.v.row, columns, live);
     if constexpr (cfg::tv) load_rows<cfg::block_n, cfg::columns>(stage + tv_at, w.tv + first * p.tv.row, p.tv.row, columns, live);
 }

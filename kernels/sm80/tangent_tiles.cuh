@@ -22,6 +22,14 @@ constexpr int sharers = cfg::sharers, owned_rows = 16 * cfg::warps / sharers;
 __device__ __forceinline__ u32 own_row() { return sharers == 1 ? threadIdx.x / 32 * 16 : threadIdx.x / 32 % (owned_rows / 16) * 16; }
 __device__ __forceinline__ u32 own_share() { return sharers == 1 ? 0 : threadIdx.x / (2 * owned_rows); }
 
+// Whether some row sees a key.  Others must not reach a product: they could hold NaN.
+__device__ __forceinline__ bool is_live(const Params& p, i64 bias, i64 instance, i32 key) {
+    bool seen = key < p.n_keys && bias_shows(p, bias, key);
+    if constexpr (cfg::band_left || cfg::band_right) seen = seen && band_sees(p, key);
+    if constexpr (cfg::mask != kMaskNone) seen = seen && key_alive(p, instance, key);
+    return seen;
+}
+
 // Rows for which live(row of the tile) is true, of which n_cols columns exist; all else becomes zeros.
 template <int rows, int columns, class Live>
 __device__ __forceinline__ void load_rows(u32 shared, const Source* from, i64 stride, i32 n_cols, const Live& live) {

@@ -115,7 +115,7 @@ struct BiasSums : Consumer<BiasSums> {
     __device__ __forceinline__ void take() {
         for_elements([&](int i, const auto&... place) {
             float weight[cfg::weights];
-            ScorePlace{p, place...}.weights(weight, typename CountTo<cfg::weights>::type(), 0.0f);
+            ScorePlace{p, place...}.ask<traced::weights>(weight);
             sums[i] += s[i] == 0.0f ? 0.0f : s[i] * weight[cfg::weight];
         });
     }
@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_along(const BiasSums& sums, const BiasPair
     const i32 row = 64 * sums.row_part() + fragment_row(), key = sums.key_part() * own_keys + 2 * (threadIdx.x % 4);
     unroll<own_keys / 2>([&](int i) { tile[(row + 8 * (i / 2 % 2)) * bias_sums_stride + key + sums.key_of(i)] = sums.sums[i]; });
     ptx::barrier_sync(sums_barrier, 128 * warpgroups);  // the sums are complete
-    store_bias_sums<128 * warpgroups>(tile, sums.p, place, threadIdx.x - 128);
+    store_bias_sums<128 * warpgroups>(tile, sums.p, place, threadIdx.x - 128, bias_sums_to(sums.p), static_cast<float>(sums.p.dropout_scale));
 }
 
 __device__ __forceinline__ void consume(const Params& p, const Shared& shared, u32 warpgroup) {
@@ -152,8 +152,7 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& shared, u
         number = sums.run();
         const BiasPairs place(p, number);
         if constexpr (along) store_along(sums, place);
-        else if constexpr (cfg::split) sums.store(static_cast<float*>(p.dbias_acc), place);
-        else sums.store(static_cast<cfg::bias_grad*>(p.dbias.data), place);
+        else sums.store(bias_sums_to(p), place);
     }
 }
 

@@ -80,7 +80,7 @@ struct ScoreSumsOfBlock : Consumer<ScoreSumsOfBlock> {
         unroll<cfg::block_n / 8>([&](int four) { numbers[four] = 0; });
         for_elements([&](int i, const auto&... at) {
             i64 number[weights];
-            ScorePlace{p, at...}.numbers(number, Weighted());
+            ScorePlace{p, at...}.ask<traced::numbers>(number);
             numbers[i / 4] |= static_cast<u32>(number[of_slice]) << 8 * (i % 4);
         });
     }
@@ -91,8 +91,8 @@ struct ScoreSumsOfBlock : Consumer<ScoreSumsOfBlock> {
             const ScorePlace place{p, at...};
             float weight[weights];
             i64 offset[weights];
-            place.weights(weight, Weighted(), input);
-            place.offsets(offset, Weighted());
+            place.ask<traced::weights>(weight, input);
+            place.ask<traced::offsets>(offset);
             unroll<weights>([&](int k) {
                 const float share = ds == 0.0f ? 0.0f : ds * weight[k];  // of a hidden score a weight may be anything
                 if (shared_by(k) == kShareLine) lines[k][line_of(i)] += share;

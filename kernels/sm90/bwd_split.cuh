@@ -119,7 +119,7 @@ struct Differentiator : Worker {
     }
 
     // Line 20, with P from the weigher; dS that is kept takes its place.
-    __device__ __forceinline__ void gradients() {
+    __device__ __forceinline__ void gradients(const Work& work) {
         const Delta delta(numbers(delta_at));
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dp);
@@ -132,6 +132,13 @@ struct Differentiator : Worker {
         if constexpr (!cfg::keeps_ds) return;
         ptx::barrier_sync(store_barrier + 1, 128);  // all have read P
         store_gradients(ds, shared.handed_on(slot.stage));
+        tell_keeper({0, step().m(), work.tile, step().head, work.batch});
+    }
+
+    // Tells the keeper of dS, which is there.
+    __device__ __forceinline__ void tell_keeper(const DqPlace& place) const {
+        if (threadIdx.x % 128 == 0) shared.dq_place(slot.stage) = place;
+        release_read(shared.barrier(foretold + slot.stage));
     }
 
     // Line 22.
@@ -140,44 +147,22 @@ struct Differentiator : Worker {
         accumulate(dk, ds, shared.q(of.stage));
     }
 
-    // dS to memory, beside dK.
-    __device__ __forceinline__ void keep(const Work& work, u32 stage) const {
-        if constexpr (!cfg::keeps_ds) return;
-        ptx::async_proxy_fence();
-        ptx::barrier_sync(store_barrier + 1, 128);  // it is complete
-        if (threadIdx.x % 128 != 0) return;
-        const Step& step = shared.step(stage);
-        ptx::bulk_store(kept_block(p, work.batch * p.heads + step.head, work.tile, step.m()), shared.handed_on(stage), kBlockBytes);
-        ptx::bulk_commit();
-    }
-
-    // The buffer of P, once dS has left it.
-    __device__ __forceinline__ void give_back(u32 stage) const {
-        if constexpr (!cfg::keeps_ds) return;
-        if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
-        release_read(shared.barrier(taken + stage));
-    }
-
     __device__ __forceinline__ void accumulate_steps(const Work& work) {
         issue_dp();
-        gradients();
+        gradients(work);
         while (!uniform(step().last())) {
             const Slot<cfg::stages> before = slot;
             slot.advance();
             accumulate_keys(before);
             issue_dp();
-            keep(work, before.stage);
             ptx::wgmma_wait<1>();
             release_read(shared.barrier(q_empty + before.stage));
-            give_back(before.stage);
-            gradients();
+            gradients(work);
         }
         accumulate_keys(slot);
-        keep(work, slot.stage);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);
         release_read(shared.barrier(q_empty + slot.stage));
-        give_back(slot.stage);
         slot.advance();
     }
 
@@ -192,7 +177,25 @@ struct Differentiator : Worker {
             write_keys<slabs>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, key_gradient(p.dk, p.dk_acc), p.head_dim, shared.v(),
                                   v_empty, 1);
         }
+        if constexpr (!cfg::keeps_ds) return;
+        ptx::mbarrier_wait(shared.barrier(taken + slot.stage), slot.phase ^ 1);  // the keeper looks at no other place
+        tell_keeper({-1, 0, 0, 0, 0});
     }
 };
+
+// A warp that brings kept dS to memory and gives its buffer back to the weigher.
+__device__ __forceinline__ void keep_gradients(const Params& p, const Shared& shared) {
+    for (Slot<2> slot;; slot.advance()) {
+        ptx::mbarrier_wait(shared.barrier(foretold + slot.stage), slot.phase);
+        const DqPlace place = shared.dq_place(slot.stage);
+        if (uniform(place.tile < 0)) return;
+        if (threadIdx.x % 32 != 0) continue;
+        ptx::async_proxy_fence();
+        ptx::bulk_store(kept_block(p, place.batch * p.heads + place.head, place.n, place.m), shared.handed_on(slot.stage), kBlockBytes);
+        ptx::bulk_commit();
+        ptx::bulk_wait_read<0>();
+        ptx::mbarrier_arrive(shared.barrier(taken + slot.stage));
+    }
+}
 
 }  // namespace sm90::bwd

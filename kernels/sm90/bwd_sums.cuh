@@ -43,7 +43,6 @@ namespace sm90::bwd {
 // = weight(first row) sum dS + step sum dS number.  So do those of dS alone where the step is 0 (else in cfg::rests); others are cfg::apart.
 struct WeightedSums {
     static constexpr int weights = cfg::weights;
-    using Count = typename ::CountTo<weights>::type;
     const Params& p;
     float sums[weights][2], counted[4];
     i32 head;  // whose sums they are
@@ -83,7 +82,7 @@ struct WeightedSums {
                 if (i % 4 == 0) rows[e] = traced.row(to.p, at, i + e);
                 const float ds = e ? high : low;
                 float weight[weights];
-                place(to.p, traced, rows[e], key).weights(weight, Count(), 0.0f);
+                place(to.p, traced, rows[e], key).ask<traced::weights>(weight);
                 unroll<weights>([&](int k) {  // of a hidden score a weight may be anything
                     if (among(cfg::apart, k)) to.sums[k][key] += ds == 0.0f ? 0.0f : ds * weight[k];
                 });
@@ -111,8 +110,8 @@ struct WeightedSums {
         unroll<2>([&](int key) {
             const float total = own ? counted[2 * key] : 0.0f, moment = own ? counted[2 * key + 1] : 0.0f;
             float weight[weights], step[weights];
-            place(p, traced, first, key).weights(weight, Count(), 0.0f);
-            place(p, traced, first, key).steps(step, Count());
+            place(p, traced, first, key).ask<traced::weights>(weight);
+            place(p, traced, first, key).ask<traced::steps>(step);
             unroll<weights>([&](int k) {  // of a hidden score a weight may be anything
                 if (among(cfg::rests, k)) sums[k][key] += total == 0.0f ? 0.0f : total * weight[k];
                 if (among(cfg::climbs, k)) sums[k][key] += moment == 0.0f ? 0.0f : moment * step[k];
@@ -137,7 +136,7 @@ struct WeightedSums {
         const TracedRow first = traced.row(p, at, 0);
         unroll<2>([&](int key) {
             float tilt[weights];
-            ScorePlace{p, traced.head, first, traced.keys[key]}.tilts(tilt, Count());
+            ScorePlace{p, traced.head, first, traced.keys[key]}.ask<traced::tilts>(tilt);
             const float product = products[key] * static_cast<float>(p.scale);
             unroll<weights>([&](int n) {
                 if (among(cfg::tilts, n)) sums[n][key] += product == 0.0f ? 0.0f : product * tilt[n];

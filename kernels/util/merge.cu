@@ -1,5 +1,8 @@
 // Combines forwards over disjoint key sets: o = sum_p (w_p / l) o_p, the shares as in attn/merge.cuh.
 //
+// cfg::tangents: jvps, too: lse. = sum_p (w_p / l) lse._p and, since each part's tangent of o is relative to its own tangent of lse,
+// o. = sum_p (w_p / l) (o._p + (lse._p - lse.) o_p).
+//
 // No product is fused into a sum: two parts may change places, bit for bit.
 // cfg::row_warps warps share a row: each takes every row_warps-th part; their sums meet in shared memory in a fixed order.
 // 128 threads; lanes run along the parts for the weights, then along the columns.
@@ -9,12 +12,17 @@
 constexpr int kWarps = 4;
 constexpr int kRows = kWarps / cfg::row_warps;  // rows per block
 
-// Mirrored by MERGE_PARAMS in cuattn/cuda/params.py.  All arrays are contiguous; cfg::stacked: the first holds all parts, one after another.
+// Mirrored by MERGE_PARAMS and MERGE_JVP_PARAMS in cuattn/cuda/params.py.  All arrays are contiguous; cfg::stacked: the first holds all parts, one
+// after another.
 struct MergeParams {
     const void *o[kMaxParts], *l[kMaxParts], *m[kMaxParts];
     void *o_out, *l_out, *m_out;  // l_out, m_out: null where nobody asks for them
     i64 rows;
     i32 head_dim_v, parts;
+};
+struct MergeJvpParams : MergeParams {
+    const void *to[kMaxParts], *tlse[kMaxParts];
+    void *to_out, *tlse_out;
 };
 
 using Acc = cfg::acc;
@@ -25,36 +33,59 @@ __device__ __forceinline__ T element(const void* const* parts, int part, i64 ind
     return cfg::stacked ? static_cast<const T*>(parts[0])[part * size + index] : static_cast<const T*>(parts[part])[index];
 }
 
-extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const __grid_constant__ MergeParams p) {
+// The sum of all warps that share a row.
+__device__ __forceinline__ Acc sum_of_warps(Acc sum) {
+    if constexpr (cfg::row_warps == 1) return sum;
     __shared__ Acc sums[kWarps][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    sums[warp][lane] = sum;
+    __syncthreads();  // all parts' sums are written
+    sum = 0;
+    for (int w = 0; w < cfg::row_warps; ++w) sum += sums[warp / cfg::row_warps * cfg::row_warps + w][lane];
+    __syncthreads();  // sums may be written again
+    return sum;
+}
+
+template <class Params>
+__device__ __forceinline__ void merge(const Params& p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = warp % cfg::row_warps;
-    const i64 row = static_cast<i64>(blockIdx.x) * kRows + warp / cfg::row_warps;
+    const i64 row = static_cast<i64>(blockIdx.x) * kRows + warp / cfg::row_warps, size = p.rows * p.head_dim_v;
     const bool live = row < p.rows;
-    const Shares<Acc> shares(
-        live ? p.parts : 0, [&](int part) { return element<Acc>(p.l, part, row, p.rows); },
-        [&](int part) { return element<Acc>(p.m, part, row, p.rows); });
+    const auto number = [&](const void* const* parts, int part) { return element<Acc>(parts, part, row, p.rows); };
+    const Shares<Acc> shares(live ? p.parts : 0, [&](int part) { return number(p.l, part); }, [&](int part) { return number(p.m, part); });
+    Acc tlse = 0;
+    if constexpr (cfg::tangents) {
+        for (int part = 0; part < p.parts; ++part) {
+            const Acc w = shares[part];
+            if (w != Acc(0)) tlse += product_of(w, number(p.tlse, part));
+        }
+    }
     for (i32 base = blockIdx.y * 32; base < p.head_dim_v; base += gridDim.y * 32) {
         const i32 col = base + lane;
+        const i64 at = row * p.head_dim_v + col;
         const bool inside = live && col < p.head_dim_v;
-        Acc sum = 0;
+        Acc sum = 0, tsum = 0;
 #pragma unroll 4
         for (int part = slot; part < p.parts; part += cfg::row_warps) {
-            const i64 at = row * p.head_dim_v + col;
-            const Acc x = inside ? to_acc(element<cfg::part>(p.o, part, at, p.rows * p.head_dim_v)) : Acc(0);
-            const Acc w = shares[part];
+            const auto load = [&](const void* const* parts) { return inside ? to_acc(element<cfg::part>(parts, part, at, size)) : Acc(0); };
+            const Acc x = load(p.o), w = shares[part];
             if (w != Acc(0)) sum += product_of(w, x);
+            if constexpr (cfg::tangents) {
+                if (w != Acc(0)) tsum += product_of(w, fma_of(number(p.tlse, part) - tlse, x, load(p.to)));
+            }
         }
-        if constexpr (cfg::row_warps > 1) {
-            sums[warp][lane] = sum;
-            __syncthreads();  // all parts' sums are written
-            sum = 0;
-            for (int w = 0; w < cfg::row_warps; ++w) sum += sums[warp / cfg::row_warps * cfg::row_warps + w][lane];
-            __syncthreads();  // sums may be written again
-        }
-        if (inside && slot == 0) static_cast<cfg::out*>(p.o_out)[row * p.head_dim_v + col] = round_to<cfg::out>(sum);
+        const auto store = [&](void* out, Acc x) {
+            if (inside && slot == 0) static_cast<cfg::out*>(out)[at] = round_to<cfg::out>(x);
+        };
+        store(p.o_out, sum_of_warps(sum));
+        if constexpr (cfg::tangents) store(p.to_out, sum_of_warps(tsum));
     }
-    if (p.l_out != nullptr && live && slot == 0 && lane == 0 && blockIdx.y == 0) {
-        static_cast<Acc*>(p.l_out)[row] = shares.l;
-        static_cast<Acc*>(p.m_out)[row] = shares.m;
-    }
+    if (p.l_out == nullptr || !live || slot != 0 || lane != 0 || blockIdx.y != 0) return;
+    static_cast<Acc*>(p.l_out)[row] = shares.l;
+    static_cast<Acc*>(p.m_out)[row] = shares.m;
+    if constexpr (cfg::tangents) static_cast<Acc*>(p.tlse_out)[row] = tlse;
+}
+
+extern "C" __global__ __launch_bounds__(kWarps * 32) void attention_merge(const __grid_constant__ Either<cfg::tangents, MergeJvpParams, MergeParams>::type p) {
+    merge(p);
 }

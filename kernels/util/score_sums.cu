@@ -13,7 +13,6 @@
 using Acc = cfg::acc;
 
 constexpr int weights = cfg::weights;
-using Weighted = typename CountTo<weights>::type;
 using Diagonal = Diagonals<cfg::block_m, cfg::block_n>;
 constexpr bool of_lines = cfg::gathers == kShareLine, of_slices = cfg::gathers == kShareSlice, of_diagonals = of_lines && cfg::walk == kWalkDiagonals;
 
@@ -77,14 +76,14 @@ __device__ __forceinline__ void add_by_number(Acc* sums, i32 number, Acc value) 
 // What functions say of a line, for this weight.
 __device__ __forceinline__ i64 offset_of(const ScoreSumsParams& p, const TracedHead& head, const Line& line) {
     i64 found[weights];
-    ScorePlace{p, head, row_of(p, head, line), key_of(p, head, line)}.offsets(found, Weighted());
+    ScorePlace{p, head, row_of(p, head, line), key_of(p, head, line)}.ask<traced::offsets>(found);
     return found[cfg::weight];
 }
 __device__ __forceinline__ i64 base_of(const ScoreSumsParams& p, const TracedHead& head) {
     i64 found[weights];
     const TracedKey first_key = TracedKey::of(p, head, 0);
     const TracedRow first_row = TracedRow::of(p, head, 0);
-    ScorePlace{p, head, first_row, first_key}.bases(found, Weighted());
+    ScorePlace{p, head, first_row, first_key}.ask<traced::bases>(found);
     return found[cfg::weight];
 }
 

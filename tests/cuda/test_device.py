@@ -79,7 +79,7 @@ def test_memory_of_another_gpu_is_refused(kind, owner, good, monkeypatch):
     found = SimpleNamespace(type=kind, device=owner)
     monkeypatch.setattr(cupy.cuda.runtime, "pointerGetAttributes", lambda address: found)
     if good:
-        device.check_reachable("rng.offset", 4096, 0)
+        device.check_reachable(4096, 0)
     else:
         with pytest.raises(DtypeError, match=r"rng\.offset is on GPU 1 but q is on GPU 0; expected the same GPU"):
-            device.check_reachable("rng.offset", 4096, 0)
+            device.check_reachable(4096, 0)

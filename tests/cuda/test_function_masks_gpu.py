@@ -9,16 +9,16 @@ import cuattn
 from cuattn import dispatch, masks
 from cuattn.cuda.sm90 import tensor_map
 from cuattn.masks import AllOf, BooleanMask, FunctionMask, from_function
-from tests.cuda.cases import F16, to_device
+from tests.cuda.cases import F16, same_bits, to_device
+from tests.cuda.test_masks_gpu import BANDS, BATCH, HEADS, KEYS, NAMES, QUERIES, solved
+from tests.cuda.test_masks_gpu import arrays as drawn
 from tests.tracing import recipes
 
 pytestmark = pytest.mark.gpu
 
-BATCH, HEADS, QUERIES, KEYS = 2, 3, 333, 421
 GROUPS = np.random.default_rng(0).integers(0, 4, max(QUERIES, KEYS))
 KEPT = np.random.default_rng(4).random((HEADS, 6, 7)) < 0.4
 SLOPE = np.array([2, 5, 3], np.int32)
-NAMES = "o", "l", "m", "dq", "dk", "dv"
 
 FUNCTIONS = {
     "neighbours": lambda b, h, i, j: (abs(i // 20 - j // 20) <= 3) & (abs(i % 20 - j % 20) <= 3),
@@ -49,25 +49,15 @@ def need(kernel):
 
 
 def arrays(head_dim, dead=None):
-    rng = np.random.default_rng(1)
-    q, do = (rng.standard_normal((BATCH, HEADS, QUERIES, head_dim)).astype(F16) for _ in range(2))
-    k, v = (rng.standard_normal((BATCH, HEADS, KEYS, head_dim)).astype(F16) for _ in range(2))
+    q, k, v, do = drawn(np.random.default_rng(1), head_dim)
     if dead is not None:
         k[dead], v[dead] = np.nan, np.nan
     return [to_device(x) for x in (q, k, v, do)]
 
 
-def solved(kernel, q, k, v, do, mask, **options):
-    """Return o, l, m, dq, dk, dv, the gradients in a fixed order."""
-    fwd = cuattn.forward(q, k, v, mask=mask, kernel=kernel, **options)
-    grads = cuattn.backward(do, q, k, v, fwd, mask=mask, kernel=kernel, deterministic=True, **options)
-    return [x.get() for x in (*fwd[:3], *grads[:3])]
-
-
 def same(one, other):
-    for name, x, y in zip(NAMES, one, other, strict=True):
-        assert x.tobytes() == y.tobytes(), name
-        assert name in "lm" or np.isfinite(x).all(), name
+    same_bits(one, other)
+    assert all(name in "lm" or np.isfinite(x).all() for name, x in zip(NAMES, one, strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -112,11 +102,10 @@ def test_passes_beside_the_main_kernel(options, kernel):
         grads = cuattn.backward(do, q, k, v, fwd, mask=seen, kernel=kernel, deterministic=options != "graph", **known)
         parts = [*fwd[:3], *grads[:3], *(part for part in (grads.dbias, *(grads.dscore or ())) if part is not None)]
         found.append([part.get() for part in parts])
-    for one, other in zip(*found, strict=True):
-        assert one.tobytes() == other.tobytes()
+    same_bits(*found)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": "bottom_right"}, {"window": (100, 30, "top_left")}], ids=str)
+@pytest.mark.parametrize("options", BANDS.values(), ids=BANDS)
 def test_beside_other_masks(options, kernel):
     rng = np.random.default_rng(2)
     bounds = np.sort(rng.integers(0, QUERIES + 1, (4, HEADS, KEYS)), axis=0)

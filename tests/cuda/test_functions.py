@@ -19,10 +19,10 @@ TABLE, DOC = np.zeros((4, 99), np.float16), np.zeros((2, 3, 500), np.int64)
 PLACES = np.arange(100) % 7
 
 
-def functions_of(function, args=(), name="d64", operation="forward"):
+def functions_of(function, args=(), name="d64"):
     """Return what kernels take of a score function, and its numbers."""
     bound = trace(function, SCORE, args).bind(args)
-    problem = problem_of(case_of(name), operation)
+    problem = problem_of(case_of(name))
     problem = dataclasses.replace(problem, score=ScoreFunction(bound.root, facts(bound)))
     arrays = dict(zip(problem.score.names, bound.arrays, strict=True))
     return Functions(problem, arrays), bound.numbers

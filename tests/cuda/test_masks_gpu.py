@@ -12,7 +12,7 @@ from cuattn import masks
 from cuattn.errors import UnsupportedError
 from cuattn.masks import AllOf, BlockMask, BooleanMask, ColumnMask
 from tests import oracle
-from tests.cuda.cases import F16, to_device
+from tests.cuda.cases import F16, same_bits, to_device
 from tests.oracle import visible_band
 from tests.tolerances import assert_close
 
@@ -21,12 +21,20 @@ pytestmark = pytest.mark.gpu
 F32 = np.dtype(np.float32)
 F64 = np.dtype(np.float64)
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 333, 421
+NAMES = "o", "l", "m", "dq", "dk", "dv"
 
 
-def columns(rng, *leading):
-    bounds = np.sort(rng.integers(0, QUERIES + 1, (4, *leading, KEYS)), axis=0)
-    bounds[0, ..., 40:60], bounds[1, ..., 40:60] = 0, QUERIES  # seen by no row
-    return ColumnMask(*bounds, n_queries=QUERIES)
+def columns(rng, *leading, n_queries=QUERIES, n_keys=KEYS):
+    bounds = np.sort(rng.integers(0, n_queries + 1, (4, *leading, n_keys)), axis=0)
+    bounds[0, ..., 40:60], bounds[1, ..., 40:60] = 0, n_queries  # seen by no row
+    return ColumnMask(*bounds, n_queries=n_queries)
+
+
+def arrays(rng, head_dim, n_queries=QUERIES, n_keys=KEYS, dtype=F16):
+    """Draw q, k, v, do."""
+    q, do = (rng.standard_normal((BATCH, HEADS, n_queries, head_dim)).astype(dtype) for _ in range(2))
+    k, v = (rng.standard_normal((BATCH, HEADS, n_keys, head_dim)).astype(dtype) for _ in range(2))
+    return q, k, v, do
 
 
 def blocks(rng, *leading, size=(64, 48)):
@@ -52,14 +60,20 @@ MADE = {
 BANDS = {"none": {}, "causal": {"is_causal": "bottom_right"}, "window": {"window": (100, 30, "top_left")}}
 
 
+def solved(kernel, q, k, v, do, mask, deterministic=True, **options):
+    """Return o, l, m, dq, dk, dv, by default the gradients in a fixed order."""
+    q, k, v, do = map(to_device, (q, k, v, do))
+    fwd = cuattn.forward(q, k, v, mask=mask, kernel=kernel, **options)
+    options.pop("rng", None)
+    grads = cuattn.backward(do, q, k, v, fwd, mask=mask, kernel=kernel, deterministic=deterministic, **options)
+    return [x.get() for x in (*fwd[:3], *grads[:3])]
+
+
 def problem(rng, seen, dtype, head_dim):
     """Draw q, k, v, do; keys that no row sees hold NaN."""
-    q, do = (rng.standard_normal((BATCH, HEADS, QUERIES, head_dim)).astype(dtype) for _ in range(2))
-    k, v = (rng.standard_normal((BATCH, HEADS, KEYS, head_dim)).astype(dtype) for _ in range(2))
-    poisoned = k.copy(), v.copy()
-    for array in poisoned:
-        array[~seen.any(axis=-2)] = np.nan
-    return (q, k, v), (q, *poisoned), do
+    q, k, v, do = arrays(rng, head_dim, dtype=dtype)
+    dead = ~seen.any(axis=-2)
+    return (q, k, v), (q, *(np.where(dead[..., None], np.nan, x).astype(dtype) for x in (k, v))), do
 
 
 def band_of(options):
@@ -76,15 +90,12 @@ def test_several_masks(made, band, dtype, head_dim):
     mask, options = AllOf(MADE[made](rng)), BANDS[band]
     seen = np.broadcast_to(mask.dense(QUERIES, KEYS) & band_of(options), (BATCH, HEADS, QUERIES, KEYS))
     clean, poisoned, do = problem(rng, seen, dtype, head_dim)
-    arguments = [to_device(array) for array in poisoned]
-    fwd = cuattn.forward(*arguments, mask=mask, kernel="sm80", **options)
-    grads = cuattn.backward(to_device(do), *arguments, fwd, mask=mask, kernel="sm80", **options)
+    found = solved("sm80", *poisoned, do, mask, deterministic=False, **options)
     exact, textbook = (oracle.solve(*clean, do, visible=seen, dtype=low) for low in (None, dtype))
     floors = oracle.floors(exact, *clean, do, visible=seen)
-    found = dict(zip(("o", "l", "m", "dq", "dk", "dv"), (*fwd[:3], *grads), strict=False))
-    for name, array in found.items():
+    for name, array in zip(NAMES, found, strict=True):
         e, t = getattr(exact, name), getattr(textbook, name)
-        assert_close(array.get(), e, t, dtype=dtype, floor=floors[name], name=name)
+        assert_close(array, e, t, dtype=dtype, floor=floors[name], name=name)
 
 
 @pytest.mark.parametrize("made", ["two columns", "four columns", "column and boolean", "column and padding"])
@@ -93,14 +104,8 @@ def test_the_same_bits_as_one_boolean_mask(made, dtype):
     rng = np.random.default_rng(len(made))
     mask = AllOf(MADE[made](rng))
     seen = np.broadcast_to(mask.dense(QUERIES, KEYS), (BATCH, HEADS, QUERIES, KEYS))
-    (q, k, v), _, do = problem(rng, seen, dtype, 64)
-    found = []
-    for given in (mask, to_device(np.ascontiguousarray(seen))):
-        arguments = [to_device(array) for array in (q, k, v)]
-        fwd = cuattn.forward(*arguments, mask=given, kernel="sm80")
-        grads = cuattn.backward(to_device(do), *arguments, fwd, mask=given, kernel="sm80", deterministic=True)
-        found.append([array.get().tobytes() for array in (fwd.o, fwd.l, fwd.m, grads.dq, grads.dk, grads.dv)])
-    assert found[0] == found[1]
+    given = arrays(rng, 64, dtype=dtype)
+    same_bits(*(solved("sm80", *given, x) for x in (mask, to_device(np.ascontiguousarray(seen)))))
 
 
 def test_device_masks_are_combined_without_being_read():

@@ -36,9 +36,9 @@ def test_what_is_seen_is_needed(data, n, m, size, seed):
     assert work.elements.sum() >= seen.sum() > -1
 
 
-def modelled(algorithm, mask, n, ranks, rates=H200, size=SIZE, inner=1, layout=None):
+def modelled(algorithm, mask, n, ranks, rates=H200, layout=None):
     layout = layout or Layout.contiguous(n, ranks, unit=128)
-    return cost(algorithm, Work(layout, layout, mask), size, rates, inner)
+    return cost(algorithm, Work(layout, layout, mask), SIZE, rates, 1)
 
 
 def test_costs_are_those_of_the_arithmetic():

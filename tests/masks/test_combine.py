@@ -18,13 +18,13 @@ SHAPE = 14, 11
 LEADING = ((), (1,), (3,), (2, 1), (2, 3))  # any two broadcast
 
 
-def drawn_masks(n_queries=SHAPE[0], n_keys=SHAPE[1]):
+def drawn_masks():
     leading = st.sampled_from(LEADING)
     return leading.flatmap(
         lambda shape: st.one_of(
-            column_masks(n_queries, n_keys, shape),
-            block_masks(n_queries, n_keys, shape).map(lambda drawn: drawn[0]),
-            boolean_masks(n_queries, n_keys, shape),
+            column_masks(*SHAPE, shape),
+            block_masks(*SHAPE, shape).map(lambda drawn: drawn[0]),
+            boolean_masks(*SHAPE, shape),
         )
     )
 

@@ -41,7 +41,7 @@ def test_values_and_gradients(way, kernel, d):
 
 @pytest.mark.parametrize("given", [np.float32, np.float64])
 @pytest.mark.parametrize("d", [3, 8])
-@pytest.mark.parametrize("spread", [1, 10, 100])
+@pytest.mark.parametrize("spread", [1, 3, 5, 10, 100])
 def test_few_coordinates_are_as_good_as_differences(given, d, spread):
     """Every row is held to twice the error of direct differences in the same precision, and one rounding."""
     problem = Problem(d, 1, spread=spread, given=given)

@@ -126,11 +126,9 @@ class BackwardJvp(TangentCall):
     def _add(self, name: str, owner: int, constants: Constants) -> None:
         """Append the launch that sums one gradient."""
         problem, cut = self.problem, self._cut(owner)
-        constants = constants | {"owner": owner} | cut.constants(keys_own=owner != _QUERIES)
-        block = constants["block_m"], constants["block_n"]
-        counts = tile_counts(problem, block)
-        fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows"})
-        slots = {}
+        own = cut.constants(keys_own=owner != _QUERIES)
+        fields: dict[str, Any] = {}
+        slots: dict[str, Any] = {}
         for kind in ("d", "td"):
             target = f"{kind}{name}"
             if target in self._sums:
@@ -145,26 +143,34 @@ class BackwardJvp(TangentCall):
             else:
                 continue
             fields |= layout_fields(target, steps_of(array), self.axes, len(problem.batch))
-        own = own._replace(slots={**own.slots, **slots})
+        counts = tile_counts(problem, (own["block_m"], own["block_n"]))
         tiles, instances = counts["row_tiles"], problem.instances
         if owner != _QUERIES:
             tiles, instances = counts["key_tiles"], instances // problem.group
         width = problem.head_dim_v if owner == _VALUES else problem.head_dim
         grid = tiles * instances, cdiv(width, cut.columns)
-        launched = "sm80/bwd_jvp.cu", "backward_jvp", constants, grid, cut.tile.warps, counts | fields, block
-        self.add(*launched, own=own, shared_bytes=cut.shared_bytes)
+        self._launch("bwd_jvp", constants | {"owner": owner} | own, cut, grid, slots, fields)
+
+    def _launch(
+        self, name: str, constants: Constants, cut: Any, grid: tuple[int, ...], slots: dict[str, Any],
+        fields: dict[str, Any], shared_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """Append a kernel that walks over tiles; its own constants, slots and fields, and its least shared memory."""
+        block = constants["block_m"], constants["block_n"]
+        moved, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", **slots})
+        values = {**tile_counts(self.problem, block), **moved, **fields}
+        launched = f"sm80/{name}.cu", name.replace("bwd", "backward"), constants, grid, cut.tile.warps, values, block
+        self.add(*launched, own=own, shared_bytes=max(cut.shared_bytes, shared_bytes))
 
     def _add_bias(self, constants: Constants) -> None:
         """Append the launches that make the gradient of the bias and its tangent."""
         cut, tiles = self._cut(_BIAS), self._bias
-        constants = constants | cut.constants() | _BY_ROWS | summed_axes(self)
-        block = constants["block_m"], constants["block_n"]
-        values = {**tile_counts(self.problem, block), **tiles.fields}
-        fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", "tdbias_acc": "tdbias_acc"})
+        own, fields = cut.constants(), dict(tiles.fields)
         if "dbias" not in self.arrays:  # the tangent's layout tells which heads share a bias
             fields |= layout_fields("dbias", steps_of(self.arrays["tdbias"]), self.axes, len(self.problem.batch))
-        launched = "sm80/bwd_jvp_bias.cu", "backward_jvp_bias", constants, tiles.grid, cut.tile.warps, values | fields
-        self.add(*launched, block, own=own, shared_bytes=max(cut.shared_bytes, 8 * block[0] * block[1]))
+        constants = constants | own | _BY_ROWS | summed_axes(self) | {"split": True}
+        sums = 8 * own["block_m"] * (own["block_n"] + 1)  # bytes
+        self._launch("bwd_jvp_bias", constants, cut, tiles.grid, {"tdbias_acc": "tdbias_acc"}, fields, sums)
         self._add_sums("bias")
 
     def _size(self, slot: int) -> int:
@@ -185,14 +191,11 @@ class BackwardJvp(TangentCall):
     def _add_scores(self, constants: Constants) -> None:
         """Append the launches that make the gradients of a score function's arrays and their tangents."""
         problem, cut, count = self.problem, self._cut(_BIAS), len(learned(self.problem))
-        constants = constants | cut.constants() | _BY_ROWS | {"weights": count}
-        block = constants["block_m"], constants["block_n"]
-        counts = tile_counts(problem, block)
-        fields, own = self.tangents(("tq", "tk", "tv", "tbias", "tdo"), {"rows": "rows", **self._elements()})
-        grid = (counts["row_tiles"] * problem.instances,)
+        own = cut.constants()
+        grid = (cdiv(problem.n_queries, own["block_m"]) * problem.instances,)
         if count:
-            launched = "sm80/bwd_jvp_score.cu", "backward_jvp_score", constants, grid, cut.tile.warps, counts | fields
-            self.add(*launched, block, own=own, shared_bytes=cut.shared_bytes)
+            constants = constants | own | _BY_ROWS | {"weights": count}
+            self._launch("bwd_jvp_score", constants, cut, grid, self._elements(), {})
         for slot in problem.learned:
             for kind in self._kinds:
                 add_sum(self, f"{kind}score{slot}", sum_of_parts(1, self._size(slot)), _FLOAT64)

@@ -305,6 +305,16 @@ class ScoreGradients:
         for slot in self._sizes:
             self._gather_all(call, constants, slot)
 
+    def _blocks(self, made: Pass) -> int:
+        """Return the blocks of a pass."""
+        return self._lines(made.walk)[1] * (1 if made.walk == HEADS else self.problem.instances)
+
+    def _fields(self, made: Pass) -> dict[str, int]:
+        """Return what a pass is told."""
+        (lines, owners), (heads_at, slices_at, _) = self._lines(made.walk), self._starts(made)
+        places = {"heads_at": heads_at, "slices_at": slices_at, "owners": owners, "lines": lines}
+        return {**self._counts, **places, "slice": self._slice(made)}
+
     def _slots_of(self, index: int, made: Pass) -> dict[str, str]:
         """Return which arrays a pass writes."""
         slots = {"sums": self._name(index)} if self._starts(made)[-1] else {}
@@ -314,7 +324,6 @@ class ScoreGradients:
 
     def _pass(self, call: Call, constants: Constants, index: int, made: Pass, shared_bytes: int) -> None:
         """Append a pass."""
-        (lines, owners), (heads_at, slices_at, _) = self._lines(made.walk), self._starts(made)
         length, histogram = self._slice(made), cdiv(shared_bytes, 16) * 16
         sharers, threads, element = 1, 32 * self.tile.warps, self.problem.stat_dtype.itemsize
         while sharers < 32:
@@ -323,13 +332,9 @@ class ScoreGradients:
                 break
             sharers *= 2
         own = {**constants, "walk": made.walk, "shared": made.shared, "sharers": sharers}
-        values = {
-            **self._counts, "heads_at": heads_at, "slices_at": slices_at, "owners": owners, "lines": lines,
-            "slice": length, "histogram": histogram,
-        }  # fmt: skip
-        grid = owners * (1 if made.walk == HEADS else self.problem.instances)
+        values = {**self._fields(made), "histogram": histogram}
         call.add(
-            "sm80/bwd_score.cu", "backward_score", own, (grid,), self.tile.warps, values, self.tile[:2],
+            "sm80/bwd_score.cu", "backward_score", own, (self._blocks(made),), self.tile.warps, values, self.tile[:2],
             own=Own(SCORE_SUMS, self._slots_of(index, made)),
             shared_bytes=histogram + length * threads // sharers * element,
         )  # fmt: skip

@@ -392,7 +392,8 @@ class Cut:
             return "rows see one key tile, which makes all of their dq"
         if self.kept:
             slab = self.kept[0]
-            return f"dq by a product with dS, kept in slabs of {slab.tiles} key tiles of {slab.heads} heads"
+            kept = f"kept in slabs of {slab.tiles} key tiles of {slab.heads} heads"
+            return f"dq by a product with dS, {kept}, in a fixed order"
         if not self.fused:
             return "dq by a second pass over the scores, in a fixed order"
         if self.problem.deterministic:

@@ -18,7 +18,7 @@ from cuattn.cuda.constants import Constants
 from cuattn.cuda.learned import Learned, learned
 from cuattn.cuda.params import BATCH_AXES
 from cuattn.cuda.sm80 import backward as portable
-from cuattn.cuda.sm80.score_gradients import HEADS, SCORE_SUMS, Pass, ScoreGradients
+from cuattn.cuda.sm80.score_gradients import SCORE_SUMS, Pass, ScoreGradients
 from cuattn.cuda.sm80.tiles import BackwardTile
 from cuattn.cuda.sm90.forward import is_long
 from cuattn.cuda.sm90.tensor_map import MappedCall
@@ -191,7 +191,6 @@ class PairScoreGradients(ScoreGradients):
         super().__init__(problem, BackwardTile(*TILE, 4 * (_WARPGROUPS + 1), 1), *what)
 
     def _pass(self, call: MappedCall, constants: Constants, index: int, made: Pass, shared_bytes: int) -> None:
-        (lines, owners), (heads_at, slices_at, _) = self._lines(made.walk), self._starts(made)
         length, consumers, available = self._slice(made), math.prod(TILE) // 64, call.device.shared_bytes
         split_delta, sharers = bool(constants["split_delta"]), 1
         while length * consumers // sharers * _FLOAT > available - _LEAST * _SLAB_BYTES - _SLAB_BYTES // 2:
@@ -209,12 +208,8 @@ class PairScoreGradients(ScoreGradients):
             "dp_late": is_long(self.problem),
             "pair_warpgroups": _WARPGROUPS,
         }
-        values = {
-            **self._counts, "heads_at": heads_at, "slices_at": slices_at, "owners": owners, "lines": lines,
-            "slice": length,
-        }  # fmt: skip
-        blocks = owners * (1 if made.walk == HEADS else self.problem.instances)
+        blocks = self._blocks(made)
         together = cdiv(blocks, call.device.multiprocessors)
-        launched = "sm90/bwd_score.cu", "backward_score", constants, blocks, self.tile.warps, values, TILE
+        launched = "sm90/bwd_score.cu", "backward_score", constants, blocks, self.tile.warps, self._fields(made), TILE
         slots = self._slots_of(index, made)
         call.add_mapped(*launched, ring_bytes + own, (), together=together, own=Own(SCORE_SUMS, slots))

@@ -49,8 +49,14 @@ UTILITIES = [
     ("util/mask_bits.cu", {**_COLUMNS, "mask": 16, "block_m": 64, "block_n": 112, "rows_per_item": 2}),
     ("util/mask_bits.cu", {**_COLUMNS, "mask": 4 + 8 + 16, "block_m": 16, "block_n": 32, "rows_per_item": 1}),
     ("util/mask_alive.cu", {**_COLUMNS, "mask": 4 + 8 + 16, "block_m": 1, "block_n": 1, "rows_per_item": 1}),
-    ("util/merge.cu", {"acc": "float", "part": "float", "out": "__nv_bfloat16", "row_warps": 4, "stacked": True}),
-    ("util/merge.cu", {"acc": "float", "part": "__half", "out": "__half", "row_warps": 1, "stacked": False}),
+    *(
+        (
+            "util/merge.cu",
+            {"acc": "float", "part": part, "out": out, "row_warps": n, "stacked": n > 1, "tangents": tangents},
+        )
+        for part, out, n in (("float", "__nv_bfloat16", 4), ("__half", "__half", 1))
+        for tangents in (False, True)
+    ),
 ]
 
 

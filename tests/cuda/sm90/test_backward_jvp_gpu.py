@@ -71,8 +71,7 @@ def check(case: Case, args, tangents, options, *, ways=({},)):
         name: np.repeat(x, group, axis=-3) if x is not None and name[-1] in "kv" else x
         for name, x in zip(names, (*args, *tangents), strict=True)
     }
-    spelled_out = {name: x for name, x in oracle_options(case, options).items() if name != "bias"}
-    known = Known(whole, spelled_out, samples=1)
+    known = Known(whole, oracle_options(case, options), samples=1)
     for part in ("exact", "rough") if group > 1 else ():
         sums = {name: getattr(known, part)._asdict()[name] for name in ("tdk", "tdv")}
         sums = {name: x.reshape(*x.shape[:-3], case.kv_heads, group, *x.shape[-2:]).sum(-3) for name, x in sums.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -9,37 +11,14 @@ import cuattn
 from cuattn import masks
 from cuattn.masks import AllOf, BooleanMask, ColumnMask
 from tests import oracle
-from tests.cuda.cases import F16, to_device
+from tests.cuda.cases import same_bits, to_device
+from tests.cuda.test_masks_gpu import BANDS, BATCH, HEADS, KEYS, NAMES, QUERIES, arrays, band_of, columns
+from tests.cuda.test_masks_gpu import solved as of_kernel
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.gpu
 
-BATCH, HEADS, QUERIES, KEYS = 2, 3, 333, 421
-NAMES = "o", "l", "m", "dq", "dk", "dv"
-
-
-def columns(rng, *leading, n_queries=QUERIES, n_keys=KEYS):
-    bounds = np.sort(rng.integers(0, n_queries + 1, (4, *leading, n_keys)), axis=0)
-    bounds[0, ..., 40:60], bounds[1, ..., 40:60] = 0, n_queries  # seen by no row
-    return ColumnMask(*bounds, n_queries=n_queries)
-
-
-def arrays(rng, head_dim, n_queries=QUERIES, n_keys=KEYS, dtype=F16):
-    q, do = (rng.standard_normal((BATCH, HEADS, n_queries, head_dim)).astype(dtype) for _ in range(2))
-    k, v = (rng.standard_normal((BATCH, HEADS, n_keys, head_dim)).astype(dtype) for _ in range(2))
-    return q, k, v, do
-
-
-def solved(q, k, v, do, mask, rng_=None, **options):
-    """Return o, l, m, dq, dk, dv of the Hopper kernels, the gradients in a fixed order."""
-    given = [to_device(x) for x in (q, k, v)]
-    random = {} if rng_ is None else {"dropout_p": 0.2}
-    fwd = cuattn.forward(*given, mask=mask, kernel="sm90", rng=rng_, **random, **options)
-    grads = cuattn.backward(
-        to_device(do), *given, fwd, mask=mask, kernel="sm90", deterministic=True, **random, **options
-    )
-    return [x.get() for x in (*fwd[:3], *grads[:3])]
-
+solved = partial(of_kernel, "sm90")
 
 MADE = {
     "columns": lambda rng: columns(rng, HEADS),
@@ -52,18 +31,17 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("rng_", [None, 7], ids=["", "dropout"])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.2, "rng": 7}], ids=["", "dropout"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("made", MADE)
-def test_boolean_masks_give_the_bits_of_column_masks(made, head_dim, rng_):
+def test_boolean_masks_give_the_bits_of_column_masks(made, head_dim, options):
     rng = np.random.default_rng([len(made), head_dim])
     mask = MADE[made](rng)
     given = arrays(rng, head_dim, mask.n_queries, mask.n_keys)
     seen = np.ascontiguousarray(mask.dense())
-    expected = solved(*given, mask, rng_)
+    expected = solved(*given, mask, **options)
     for twin in (to_device(seen), BooleanMask(seen)):
-        for name, x, y in zip(NAMES, expected, solved(*given, twin, rng_), strict=True):
-            assert x.tobytes() == y.tobytes(), name
+        same_bits(solved(*given, twin, **options), expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -76,11 +54,8 @@ def test_long_rows_give_the_bits_of_a_boolean_mask(made, head_dim):
         "eviction": lambda: masks.random_eviction(n, 500, 0),
     }[made]()
     given = [to_device(x) for x in arrays(rng, head_dim, n, n)[:3]]
-    expected, found = (
-        cuattn.forward(*given, mask=x, kernel="sm90") for x in (BooleanMask(np.ascontiguousarray(mask.dense())), mask)
-    )
-    for name, x, y in zip(NAMES, expected[:3], found[:3], strict=False):
-        assert x.get().tobytes() == y.get().tobytes(), name
+    dense = BooleanMask(np.ascontiguousarray(mask.dense()))
+    same_bits(*(cuattn.forward(*given, mask=x, kernel="sm90")[:3] for x in (dense, mask)))
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -90,11 +65,9 @@ def test_boolean_masks_give_the_bits_of_column_masks_to_grouped_heads(made, head
     mask = MADE[made](rng)
     q, k, v, do = arrays(rng, head_dim, mask.n_queries, mask.n_keys)
     given = q, k[:, :1].copy(), v[:, :1].copy(), do
-    for name, x, y in zip(NAMES, solved(*given, mask), solved(*given, to_device(mask.dense())), strict=True):
-        assert x.tobytes() == y.tobytes(), name
+    same_bits(solved(*given, mask), solved(*given, to_device(mask.dense())))
 
 
-BANDS = {"none": {}, "causal": {"is_causal": "bottom_right"}, "window": {"window": (100, 30, "top_left")}}
 BESIDE = {
     "rows and heads": lambda rng: [rng.random((HEADS, QUERIES, KEYS)) < 0.7],
     "blocks": lambda rng: [np.repeat(np.repeat(rng.random((6, 7)) < 0.5, 64, 0), 64, 1)[:QUERIES, :KEYS]],
@@ -120,8 +93,6 @@ def check(q, k, v, do, seen, found, dead):
 @pytest.mark.parametrize("made", BESIDE)
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_masks_together(made, band, head_dim):
-    from tests.cuda.test_masks_gpu import band_of
-
     rng = np.random.default_rng([len(made), head_dim])
     parts = BESIDE[made](rng)
     mask = to_device(parts[0]) if len(parts) == 1 else AllOf(parts)
@@ -144,9 +115,7 @@ def test_strides(layout):
         "reversed": lambda: to_device(np.ascontiguousarray(seen[:, ::-1, ::-1]))[:, ::-1, ::-1],
         "odd": lambda: to_device(np.pad(seen, ((0, 0), (0, 0), (3, 0))))[..., 3:],
     }[layout]()
-    expected = solved(q, k, v, do, to_device(seen))
-    for name, x, y in zip(NAMES, expected, solved(q, k, v, do, given), strict=True):
-        assert x.tobytes() == y.tobytes(), name
+    same_bits(solved(q, k, v, do, to_device(seen)), solved(q, k, v, do, given))
 
 
 def test_a_callers_array_may_change():
