@@ -52,6 +52,19 @@ __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u
         : "memory");
 }
 
+// The same with a cache policy.
+__device__ __forceinline__ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// The other way, in a group that must be committed.
+__device__ __forceinline__ void bulk_store(void* destination, u32 source, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes) : "memory");
+}
+
 // Adds `bytes` (a multiple of 16) of float32 from shared memory to global memory.
 __device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),

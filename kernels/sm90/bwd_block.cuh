@@ -43,8 +43,8 @@ __device__ __forceinline__ void init_barriers(const Shared& shared) {
     }
     for (int buffer = 0; buffer < 2; ++buffer) {
         ptx::mbarrier_init(shared.barrier(handed + buffer), by_function ? 128 : warps);
-        ptx::mbarrier_init(shared.barrier(taken + buffer), by_function ? 128 : 1);
-        ptx::mbarrier_init(shared.barrier(foretold + buffer), 1);
+        ptx::mbarrier_init(shared.barrier(taken + buffer), by_function && !cfg::keeps_ds ? 128 : 1);
+        ptx::mbarrier_init(shared.barrier(foretold + buffer), cfg::keeps_ds ? 128 : 1);
     }
     ptx::mbarrier_init(shared.barrier(raw_full), 1);
     ptx::mbarrier_init(shared.barrier(raw_empty), 32);
@@ -114,6 +114,9 @@ __device__ __forceinline__ void run_block(const Params& p, const Maps& maps) {
                 reduce(p, shared, warp - 1);
             else if constexpr (drawers)
                 draw_ahead(p, shared, warp - 1);
+            else if constexpr (cfg::keeps_ds) {
+                if (warp == 1) keep_gradients(p, shared);
+            }
         } else if (may_hide_rows) {
             clean(p, shared);
         }

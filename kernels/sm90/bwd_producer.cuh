@@ -5,6 +5,7 @@
 #include "attn/score.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/global.cuh"
+#include "sm90/bwd_kept.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "sm90/hidden.cuh"
 
@@ -23,7 +24,8 @@ __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
         const i32 part = number - p.shared_tile;
         if (part >= 0) number = p.shared_tile + part / p.split_tiles, slice = part % p.split_tiles, flags = Work::sliced_bit;
     }
-    TileRank place = rank_of(p, number, p.kv_heads, p.key_tiles);
+    const i32 tiles = cfg::keeps_ds ? kept_tiles(p) : p.key_tiles;
+    TileRank place = rank_of(p, number, p.kv_heads, tiles);
     if constexpr (cfg::batches_first) {  // sequences that share a bias are worked on side by side
         const i32 pair = place.batch * p.kv_heads + place.head;
         place.head = pair / p.batch, place.batch = pair - place.head * p.batch;
@@ -35,7 +37,8 @@ __device__ __forceinline__ Work key_tile(const Params& p, i32 number) {
         place.head = part / p.split_tiles, slice = part - place.head * p.split_tiles;
     }
     const bool ascending = dq_held || in_order || cfg::band_right || !cfg::band_left;
-    return {ascending ? place.rank : p.key_tiles - 1 - place.rank, place.head, place.batch, slice << Work::slice_at | flags};
+    const i32 tile = ascending ? place.rank : tiles - 1 - place.rank;
+    return {cfg::keeps_ds ? first_kept(p) + tile : tile, place.head, place.batch, slice << Work::slice_at | flags};
 }
 
 // The visible row tiles of a key tile, over all query heads that share its keys.  All lanes of a warp take part; what is
@@ -147,8 +150,10 @@ struct Producer {
     // Key tiles are handed out in order by a ticket that starts at 0.  Where their order is fixed no block holds one before it runs: others would
     // wait for it, who keep it from running.
     __device__ __forceinline__ i32 draw() const {
-        return __shfl_sync(~0u, leader ? (in_order ? 0 : gridDim.x) + atomicAdd(p.ticket, 1) : 0, 0);
+        return first_number() + __shfl_sync(~0u, leader ? (in_order ? 0 : gridDim.x) + atomicAdd(p.ticket, 1) : 0, 0);
     }
+
+    __device__ __forceinline__ i32 first_number() const { return cfg::keeps_ds && !cfg::in_parts ? p.shared_key / p.group * kept_tiles(p) : 0; }
 
     // Sends a message to the cleaner, at whom the bytes of raw tiles arrive.
     __device__ __forceinline__ void mail(i32 stage) {
@@ -179,25 +184,33 @@ struct Producer {
         if constexpr (drawers)
             tell({shared.pending().tile, step.m(), random_batch(p.dropout, shared.pending().batch, shared.head(step.odd()).head)});
         u32 full = shared.barrier(q_full + stage), full_do = shared.barrier(do_full + stage);
+        const bool raw = may_hide_rows && uniform(step.dirty());
+        const auto await_do = [&] { ptx::mbarrier_wait(shared.barrier(do_empty + stage), slot().phase ^ 1); };
         ptx::mbarrier_wait(shared.barrier(q_empty + stage), slot().phase ^ 1);
-        ptx::mbarrier_wait(shared.barrier(do_empty + stage), slot().phase ^ 1);
+        if (!by_function || raw) await_do();
         const HeadPlace& place = shared.head(step.odd());
         if (leader) shared.step(stage) = {step, place.head, place.first_dq_tile + step.m()};  // told by the arrival that follows
-        if (may_hide_rows && uniform(step.dirty())) {
+        if (raw) {
             mail(stage);
             full = full_do = shared.barrier(raw_full);
             if (leader) ptx::mbarrier_arrive_expect(full, q_bytes + do_bytes + numbers_bytes + delta_bytes + bias_bytes);
         } else if (leader) {
             ptx::mbarrier_arrive_expect(full, q_bytes + numbers_bytes + bias_bytes);
-            ptx::mbarrier_arrive_expect(full_do, do_bytes + delta_bytes);
+            if (!by_function) ptx::mbarrier_arrive_expect(full_do, do_bytes + delta_bytes);
         }
+        const Work& work = shared.pending();
+        const i32 row = step.m() * cfg::block_m;
+        const i64 at = stat_row(p, place.flat, row);
         if (leader) {
-            const Work& work = shared.pending();
-            const i32 row = step.m() * cfg::block_m;
-            const i64 at = stat_row(p, place.flat, row);
             load_tile<cfg::block_m, slabs>(maps.q, shared.q(stage), full, ptx::evict_last, row, {p.q, place.head, work.batch});
             ptx::bulk_load(shared.stat(stage), static_cast<const float*>(p.stat) + at, numbers_bytes, full);
             if constexpr (cfg::bias_tiles) load_bias(shared.ds(stage), full, row, {p.bias, place.head, work.batch});
+        }
+        if (by_function && !raw) {  // which needs its do later
+            await_do();
+            if (leader) ptx::mbarrier_arrive_expect(full_do, do_bytes + delta_bytes);
+        }
+        if (leader) {
             load_tile<cfg::block_m, slabs_v>(maps.dout, shared.dout(stage), full_do, ptx::evict_last, row, {p.dout, place.head, work.batch});
             ptx::bulk_load(shared.delta(stage), static_cast<const u8*>(p.delta) + at / cfg::block_m * delta_bytes, delta_bytes, full_do);
         }
@@ -293,7 +306,11 @@ struct Producer {
         const i32 heads = p.batch * p.kv_heads, tiles = dq_held ? p.key_tiles : 1;
         i32 total = dq_held ? heads : heads * p.key_tiles;
         if constexpr (cfg::tail) total += (total - p.shared_tile) * (p.split_tiles - 1);
-        for (i32 number = in_order ? draw() : blockIdx.x; number < total; number = draw())
+        if constexpr (cfg::keeps_ds) {
+            if constexpr (!cfg::in_parts) total = p.shared_tile / p.group * kept_tiles(p);
+            if (blockIdx.x == 0 && leader) p.ticket[1] = 0;  // of the launch that follows
+        }
+        for (i32 number = in_order ? draw() : first_number() + blockIdx.x; number < total; number = draw())
             for (i32 tile = 0; tile < tiles; ++tile) feed(number * tiles + tile);
         if constexpr (drawers) tell({-1, 0, 0});
         ptx::mbarrier_wait(shared.barrier(k_empty + keys().stage), keys().phase ^ 1);  // now nobody looks at that key tile

@@ -1,7 +1,11 @@
 // Two consumer warpgroups that share 64 keys and divide the work by function, for heads too wide to hold dK and dV in one:
 // the weigher computes P and accumulates dV, the differentiator computes dS and accumulates dK.  P goes from the one to the
 // other in float32, in the order of the registers, which is the same in both.
+//
+// Scores of a row tile are computed before dV of the one before, so that the exponentials run beside it; dK comes before dP, so that its q goes
+// back early.  What is under way at a loop's end would be waited for product by product (C7514): each turn begins and ends with none.
 #pragma once
+#include "sm90/bwd_kept.cuh"
 #include "sm90/bwd_worker.cuh"
 
 namespace sm90::bwd {
@@ -29,6 +33,7 @@ struct Weigher : Worker {
     Scores s;
     Fragments weights;
     ValueGradient dv;
+    bool last;  // row tile of the key tile
 
     __device__ __forceinline__ void issue_s() {
         await_queries();
@@ -42,37 +47,53 @@ struct Weigher : Worker {
         return shared.handed_on(slot.stage);
     }
 
-    // Line 13, and P to the differentiator.
-    __device__ __forceinline__ void hand_on() {
+    // Line 13, and P to the differentiator, beside what is still under way then.
+    template <int under_way>
+    __device__ __forceinline__ void probabilities() {
+        last = uniform(step().last());
+        load_bias(0);
+        const Hidden hidden(*this, 0, uniform(step().partial()));
+        const Draws draws = take_draws(0);
+        const Numbers<slopes_apart ? 0 : cfg::block_m / 8> stat(numbers(stat_at));
+        ptx::wgmma_wait<cfg::sloped ? 0 : under_way>();  // slopes leave no P to round later
+        ptx::wgmma_pin(s);
+        find_weights<cfg::sloped>(s, weights, hidden, stat, draws, 0, 0, [&] { return await_taken(); });
         store_registers(await_taken(), s);
         release_read(shared.barrier(handed + slot.stage));
+        release_read(shared.barrier(q_empty + slot.stage));
+    }
+
+    // P as an operand, once no product reads the one before.
+    __device__ __forceinline__ void round() {
+        ptx::wgmma_wait<0>();
+        if constexpr (cfg::sloped) return;
+        unroll<cfg::block_m / 4>([&](int pair) { weights[pair / 4][pair % 4] = round_weights(s[2 * pair], s[2 * pair + 1]); });
+    }
+
+    // Line 16; on exit the slot is the next row tile's.
+    __device__ __forceinline__ void accumulate_values(const Slot<cfg::stages>& of) {
+        ptx::mbarrier_wait(shared.barrier(do_full + of.stage), of.phase);
+        accumulate(dv, weights, shared.dout(of.stage));
     }
 
     __device__ __forceinline__ void accumulate_steps() {
         issue_s();
-        for (i32 before = -1;;) {
-            load_bias(0);
-            const Hidden hidden(*this, 0, uniform(step().partial()));
-            const Draws draws = take_draws(0);
-            const Numbers<slopes_apart ? 0 : cfg::block_m / 8> stat(numbers(stat_at));
-            const u32 stage = slot.stage;
-            const bool last = uniform(step().last());
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(s);
-            if (before >= 0) release_read(shared.barrier(do_empty + before));
-            find_weights<true>(s, weights, hidden, stat, draws, 0, 0, [&] { return await_taken(); });
-            release_read(shared.barrier(q_empty + stage));
-            hand_on();
-            await_douts();
-            accumulate(dv, weights, shared.dout(stage));  // line 16
-            before = stage;
+        probabilities<0>();
+        round();
+        while (!last) {
+            const Slot<cfg::stages> before = slot;
             slot.advance();
-            if (last) break;
             issue_s();
+            accumulate_values(before);
+            probabilities<1>();
+            round();
+            release_read(shared.barrier(do_empty + before.stage));
         }
+        accumulate_values(slot);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dv);
-        release_read(shared.barrier(do_empty + (slot.stage ^ 1)));
+        release_read(shared.barrier(do_empty + slot.stage));
+        slot.advance();
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
@@ -97,36 +118,52 @@ struct Differentiator : Worker {
         compute_dp(dp, shared.v(), shared.dout(slot.stage));
     }
 
-    // Line 20, with P from the weigher.
-    __device__ __forceinline__ void gradients(const Delta& delta) {
+    // Line 20, with P from the weigher; dS that is kept takes its place.
+    __device__ __forceinline__ void gradients(const Work& work) {
+        const Delta delta(numbers(delta_at));
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dp);
+        release_read(shared.barrier(do_empty + slot.stage));
         ptx::mbarrier_wait(shared.barrier(handed + slot.stage), slot.phase);
         load_registers(s, shared.handed_on(slot.stage));
-        release_read(shared.barrier(taken + slot.stage));
+        if constexpr (!cfg::keeps_ds) release_read(shared.barrier(taken + slot.stage));
         NoSums dbias;
         differentiate<false>(ds, ds, s, dp, delta, dbias);
+        if constexpr (!cfg::keeps_ds) return;
+        ptx::barrier_sync(store_barrier + 1, 128);  // all have read P
+        store_gradients(ds, shared.handed_on(slot.stage));
+        tell_keeper({0, step().m(), work.tile, step().head, work.batch});
     }
 
-    __device__ __forceinline__ void accumulate_steps() {
+    // Tells the keeper of dS, which is there.
+    __device__ __forceinline__ void tell_keeper(const DqPlace& place) const {
+        if (threadIdx.x % 128 == 0) shared.dq_place(slot.stage) = place;
+        release_read(shared.barrier(foretold + slot.stage));
+    }
+
+    // Line 22.
+    __device__ __forceinline__ void accumulate_keys(const Slot<cfg::stages>& of) {
+        ptx::mbarrier_wait(shared.barrier(q_full + of.stage), of.phase);
+        accumulate(dk, ds, shared.q(of.stage));
+    }
+
+    __device__ __forceinline__ void accumulate_steps(const Work& work) {
         issue_dp();
-        for (i32 before = -1;;) {
-            const u32 stage = slot.stage;
-            const bool last = uniform(step().last());
-            const Delta delta(numbers(delta_at));
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_pin(dp);
-            if (before >= 0) release_read(shared.barrier(q_empty + before));
-            gradients(delta);
-            release_read(shared.barrier(do_empty + stage));
-            await_queries();
-            accumulate(dk, ds, shared.q(stage));  // line 22
-            before = stage;
+        gradients(work);
+        while (!uniform(step().last())) {
+            const Slot<cfg::stages> before = slot;
             slot.advance();
-            if (last) break;
+            accumulate_keys(before);
             issue_dp();
+            ptx::wgmma_wait<1>();
+            release_read(shared.barrier(q_empty + before.stage));
+            gradients(work);
         }
+        accumulate_keys(slot);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);
-        release_read(shared.barrier(q_empty + (slot.stage ^ 1)));
+        release_read(shared.barrier(q_empty + slot.stage));
+        slot.advance();
     }
 
     __device__ __forceinline__ void run(const Maps& maps) {
@@ -136,11 +173,29 @@ struct Differentiator : Worker {
             await_values();
             clear(dk);
             ptx::wgmma_pin(dk);  // before any product is under way
-            if (uniform(work.seen())) accumulate_steps();
+            if (uniform(work.seen())) accumulate_steps(work);
             write_keys<slabs>(*this, work, dk, static_cast<float>(p.scale * p.dropout_scale), maps.dk, key_gradient(p.dk, p.dk_acc), p.head_dim, shared.v(),
                                   v_empty, 1);
         }
+        if constexpr (!cfg::keeps_ds) return;
+        ptx::mbarrier_wait(shared.barrier(taken + slot.stage), slot.phase ^ 1);  // the keeper looks at no other place
+        tell_keeper({-1, 0, 0, 0, 0});
     }
 };
+
+// A warp that brings kept dS to memory and gives its buffer back to the weigher.
+__device__ __forceinline__ void keep_gradients(const Params& p, const Shared& shared) {
+    for (Slot<2> slot;; slot.advance()) {
+        ptx::mbarrier_wait(shared.barrier(foretold + slot.stage), slot.phase);
+        const DqPlace place = shared.dq_place(slot.stage);
+        if (uniform(place.tile < 0)) return;
+        if (threadIdx.x % 32 != 0) continue;
+        ptx::async_proxy_fence();
+        ptx::bulk_store(kept_block(p, place.batch * p.heads + place.head, place.n, place.m), shared.handed_on(slot.stage), kBlockBytes);
+        ptx::bulk_commit();
+        ptx::bulk_wait_read<0>();
+        ptx::mbarrier_arrive(shared.barrier(taken + slot.stage));
+    }
+}
 
 }  // namespace sm90::bwd

@@ -3,7 +3,8 @@
 There are two ways.  Where dK and dV of 128 keys fit into registers, one kernel (sm90/bwd.cu) computes everything and
 adds dq up in memory, key tiles taking turns where the order must be fixed; sm90/bwd_convert.cu turns the sums into
 rows.  Where a row's keys are one key tile, or a block holds dq of a head, that kernel writes dq itself.  Else the same
-kernel computes dK and dV alone, of 128 keys or 64, and sm90/bwd_rows.cu computes dq.
+kernel computes dK and dV alone, of 128 keys or 64.  Of tiles of 64 it keeps slabs of dS, which
+sm90/bwd_dq.cu multiplies with k; else sm90/bwd_rows.cu computes dq anew from the scores.
 
 A block has all query heads that share its key tile.  Where that leaves multiprocessors without work, several blocks
 share it, each with some of the heads, or with a slice of the rows.  They add their dK and dV up in memory; where the
@@ -12,6 +13,7 @@ order must be fixed each leaves its own, and sm90/bwd_add_parts.cuh, which round
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ from cuattn.cuda.sm80.score_gradients import Main
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
+from cuattn.cuda.sm90.kept import BLOCK, STAGES, Kept, arrays, slabs
 from cuattn.cuda.sm90.pairs import ArrayPass, PairScoreGradients, like_biases
 from cuattn.cuda.sm90.parts import Tail, count_parts, cut_tail, side_by_side, visible_rows
 from cuattn.cuda.sm90.tensor_map import MappedCall
@@ -123,8 +126,10 @@ class Cut:
         rows.
     slices : int
         Of a head's rows.
+    kept : list of Kept
+        Slabs of dS that launches of the main kernel keep for those of sm90/bwd_dq.cu; empty if dq is made otherwise.
     keys, rows : Tile
-        Of sm90/bwd.cu and sm90/bwd_rows.cu.
+        Of sm90/bwd.cu and, if dq is computed elsewhere, of the kernel that does.
     """
 
     def __init__(
@@ -162,7 +167,7 @@ class Cut:
         self.split_bias = self.bias.keys and forward.splits_bias(problem)
         self.split_score = forward.split_score(problem)
         self.dq_tiles, self.dq_leaves, self.parts, self.slices = 0, False, 1, 1
-        self.keys, self.rows = self._key_tile(), self._row_tile()
+        self.keys = self._key_tile()
         narrow = self.keys.block_m == _TALL and self.head_dim <= _NARROW
         self.columns = _NARROW if narrow else max(self.head_dim, SLAB_COLUMNS)
         masked = problem.masks or problem.deterministic  # with masks registers are short; they keep a fixed order, too
@@ -178,6 +183,9 @@ class Cut:
             self.parts = count_parts(problem, self.keys.counts, self.keys.block_n, self._moved, multiprocessors)
             self.slices = max(self.parts // problem.group, 1)
             self.keys = self._key_tile()
+        elsewhere = not (self.fused or self.owns_keys)
+        self.kept = slabs(problem, self.keys.counts, self.parts, multiprocessors) if elsewhere else []
+        self.rows = self._product_tile() if self.kept else self._row_tile()
 
     def _counts(self, tile: tuple[int, int], size: int, heads: int, least: int = 1) -> dict[str, int]:
         """Return the numbers of tiles, and how many heads are worked on side by side.
@@ -257,6 +265,15 @@ class Cut:
         counts = self._counts((block_m, block_n), max(rows, 1) * self._moved, heads, least)
         return Tile(block_m, block_n, size, counts)
 
+    def _product_tile(self) -> Tile:
+        """Return the tile of sm90/bwd_dq.cu, which lays out its shared memory."""
+        problem, slabs = self.problem, self.slabs[0]
+        staged = _WARPGROUPS * 2 * BLOCK * ROW_BYTES
+        steps = STAGES * (_WARPGROUPS + slabs) * BLOCK * ROW_BYTES
+        size = pad(steps + staged + 8 * (2 + 2 * STAGES), 16) + 16
+        counts = self._counts((_TALL, BLOCK), problem.n_keys * row_bytes(problem), problem.instances)
+        return Tile(_TALL, BLOCK, size, counts)
+
     def _row_tile(self) -> Tile:
         """Return the tile of sm90/bwd_rows.cu; shared memory as kernels/sm90/bwd_rows_layout.cuh lays it out."""
         problem, (slabs, slabs_v) = self.problem, self.slabs
@@ -312,6 +329,8 @@ class Cut:
             parts = problem.instances // problem.group * self.stored_parts, problem.n_keys
             found["dk_acc"] = Array((*parts, problem.head_dim), problem.stat_dtype)
             found["dv_acc"] = Array((*parts, problem.head_dim_v), problem.stat_dtype)
+        if self.kept:
+            found |= arrays(self.problem, self.kept, row_tiles, self.rows.counts["row_tiles"] * _TALL)
         if self.tail:
             keys = self.tail.tiles * self.tail.slices, self.keys.block_n
             found["dk_acc"] = Array((*keys, self.head_dim), self.problem.stat_dtype)
@@ -370,6 +389,7 @@ class Cut:
             "dq_tiles": self.dq_tiles,
             "in_parts": self.parts > 1,
             "tail": self.tail is not None,
+            "keeps_ds": bool(self.kept),
             "deterministic": self.problem.deterministic,
         }
 
@@ -387,6 +407,10 @@ class Cut:
             return "a block sums dq of a head over all keys, in a fixed order"
         if self.dq_leaves:
             return "rows see one key tile, which makes all of their dq"
+        if self.kept:
+            slab = self.kept[0]
+            kept = f"kept in slabs of {slab.tiles} key tiles of {slab.heads} heads"
+            return f"dq by a product with dS, {kept}, in a fixed order"
         if not self.fused:
             return "dq by a second pass over the scores, in a fixed order"
         if self.problem.deterministic:
@@ -455,7 +479,7 @@ class Backward(MappedCall):
         beside = {}
         if cut.bias.tiles:  # a map that is not needed takes the place of dbias's, of memory that has an address
             beside = {"bias": "bias", **({"dbias": "dbias"} if cut.bias.gradient == Dbias.STORED else {"stat": "q"})}
-        self.add_mapped(*launched, keys.shared_bytes, ("dk", "dv"), beside)
+        self._add_main(launched, beside, constants)
         whole = constants | forward.scaling(problem)  # passes make whole scores
         if dbias is not None:
             dbias.finish(whole)
@@ -469,7 +493,7 @@ class Backward(MappedCall):
 
     def _finish(self, constants: Constants, dq_instances: int) -> None:
         """Append what makes dq of its sums, or anew, and rounds dk and dv of key tiles that several blocks shared."""
-        problem, cut, rows = self.problem, self.cut, self.cut.rows
+        cut = self.cut
         counts, stored = cut.keys.counts, {"splits": cut.stored_parts}
         if cut.adds_dq:
             shared = cut.tail.tiles * sum(cut.slabs) if cut.tail else 0
@@ -480,8 +504,28 @@ class Backward(MappedCall):
         elif cut.part_blocks:
             grid = (cut.part_blocks,)
             self.add("sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _CONVERT_WARPS, stored)
-        if not cut.fused:
-            own = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}
-            work = rows.counts["row_tiles"] * problem.instances
-            launched = "sm90/bwd_rows.cu", "backward_rows", own, work, 4 * (_WARPGROUPS + 1), rows.counts, rows[:2]
-            self.add_mapped(*launched, rows.shared_bytes, ("dq",), early=True)
+        if not (cut.fused or cut.kept):
+            self._add_rows(constants)
+
+    def _add_main(self, launched: tuple, beside: Mapping[str, str], constants: Constants) -> None:
+        """Append the main kernel; where it keeps dS, for some heads after the others, each time with that of dq."""
+        *kernel, work, warps, fields, tile = launched
+        problem, cut = self.problem, self.cut
+        written = cut.keys.shared_bytes, ("dk", "dv"), beside
+        if not cut.kept:
+            self.add_mapped(*launched, *written)
+        for kept in cut.kept:
+            own = kept.fields(fields, problem.group, problem.instances, cut.parts)
+            share = work * kept.heads // problem.instances * kept.tiles // cut.keys.counts["key_tiles"]
+            self.add_mapped(*kernel, share, warps, own, tile, *written)
+            self._add_rows(constants, kept)
+
+    def _add_rows(self, constants: Constants, kept: Kept | None = None) -> None:
+        """Append the launch that makes dq, of some heads from what was kept, or of all from the scores."""
+        rows, heads, counts = self.cut.rows, self.problem.instances, self.cut.rows.counts
+        constants, name = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}, "rows"
+        if kept is not None:
+            constants, name, heads = constants | {"stages": STAGES}, "dq", kept.heads
+            counts = kept.fields(counts, 1, self.problem.instances)
+        kernel = f"sm90/bwd_{name}.cu", f"backward_{name}", constants, rows.counts["row_tiles"] * heads
+        self.add_mapped(*kernel, 4 * (_WARPGROUPS + 1), counts, rows[:2], rows.shared_bytes, ("dq",), early=True)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from cuattn import masks
 from cuattn.cuda import families
 from cuattn.cuda.sm80.backward import Backward as PortableBackward
-from cuattn.cuda.sm90.backward import Backward
+from cuattn.cuda.sm90.backward import Backward, Cut
 from cuattn.errors import UnsupportedError
 from cuattn.problem import Band
 from tests.cuda.cases import BF16
@@ -95,6 +96,41 @@ def test_wide_heads_take_two_kernels_with_tables_of_their_own(driver):
     assert not preprocess.constants["atomic_dq"] and not keys.argument["dq_acc"]
     assert (rows.path, rows.constants["v_stages"]) == ("sm90/bwd_rows.cu", 2)
     assert keys.argument["table.bounds"] != rows.argument["table.bounds"]
+
+
+@pytest.mark.parametrize("band", [None, CAUSAL])
+def test_wide_heads_keep_slabs_of_ds(driver, band):
+    p = problem(256, batch=(), heads=8, kv_heads=8, n_queries=16384, n_keys=16384, band=band)
+    _, *done = launched(driver, p, operands(p))
+    keys, rows = done[::2], done[1::2]
+    assert {each.path for each in keys} == {"sm90/bwd.cu"} and {each.path for each in rows} == {"sm90/bwd_dq.cu"}
+    fields = "shared_key", "shared_tile", "splits", "split_tiles", "dq_acc", "dbias_acc"
+    cut = [tuple(int(each.argument[name]) for name in fields) for each in keys]
+    assert cut == [tuple(int(each.argument[name]) for name in fields) for each in rows]
+    # Each head's tiles once, the last first, in an order that both kernels' queues can follow.
+    tiles = [(head, tile) for first, end, at, n, *_ in cut for head in range(first, end) for tile in range(at, at + n)]
+    assert sorted(tiles) == [(head, tile) for head in range(8) for tile in range(256)]
+    assert all(a[2] > b[2] for a, b in pairwise(cut) if a[0] == b[0])
+    for each in done:
+        first, end, section = (int(each.argument[name]) for name in ("shared_key", "shared_tile", "section"))
+        assert first % section == 0 and (end - first) % section == 0
+
+
+@pytest.mark.parametrize("n", [1024, 4096, 16384, 1 << 20])
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_slabs_take_a_multiple_of_qs_memory(driver, head_dim, n):
+    p = problem(head_dim, batch=(), heads=8, kv_heads=4, n_queries=n, n_keys=n)
+    cut = Backward(p, operands(p), ()).cut
+    scratch = cut.scratch(8)
+    most = 8 * n * head_dim * 2 * 8
+    assert scratch["dbias_acc"].nbytes <= most if cut.kept else "dbias_acc" not in scratch
+
+
+def test_what_keeps_no_ds(driver):
+    p = problem(256, batch=(2,), heads=16, n_queries=4096, n_keys=4096)
+    others = {"dropout": 6554}, {"softcap": 3.0}, {"masks": ("column",)}, {"placed": True}
+    others += {"band": Band(0, 0, 0), "n_keys": 5000}, {"head_dim": 192, "head_dim_v": 128}
+    assert Cut(p).kept and not any(Cut(replace(p, **other)).kept for other in others)
 
 
 def test_turns(driver):

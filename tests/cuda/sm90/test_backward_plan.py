@@ -8,6 +8,7 @@ from cuattn.cuda.families import launch_sequence
 from cuattn.cuda.sm90.backward import Cut, unsupported_reason
 from cuattn.cuda.sm90.balance import makespan
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, Dbias, bias_form
+from cuattn.cuda.sm90.kept import STAGES
 from cuattn.cuda.sm90.pairs import TILE, ring
 from cuattn.cuda.sm90.parts import visible_rows
 from cuattn.problem import Band
@@ -267,12 +268,15 @@ def kernels(p, form=NO_BIAS):
     else:
         tile = cut.rows
         own = {"block_m": tile.block_m, "block_n": tile.block_n}
-        yield "sm90/bwd_rows.cu", {**constants, **own}, tile.shared_bytes, "bwd_rows_layout"
+        if cut.kept:
+            yield "sm90/bwd_dq.cu", {**constants, **own, "stages": STAGES}, tile.shared_bytes, "bwd_dq"
+        else:
+            yield "sm90/bwd_rows.cu", {**constants, **own}, tile.shared_bytes, "bwd_rows_layout"
 
 
 def used_by(path, constants, shared_bytes, layout):
     """Return what a kernel uses, which must lay out its shared memory as the plan does."""
-    space = "rows" if "rows" in layout else "bwd"
+    space = {"bwd_rows_layout": "rows", "bwd_dq": "dq"}.get(layout, "bwd")
     check = f"static_assert(sm90::{space}::shared_bytes == {shared_bytes});\n" if layout else ""
     (used,) = resources(source.build(path, constants) + check, ARCH, path).values()
     return used
