@@ -143,9 +143,12 @@ def test_tables_are_bounded_and_reused():
     for width in range(40):
         with streams[width % 3]:
             cuattn.attention(q, k, k, mask=mask, window=(n - width, None, "top_left"), kernel="sm80")
-    (kept,) = (value for key, value in mask._cache.items() if key[0] == "cuda")
-    assert kept.cache_info().currsize <= 8
-    del mask, kept
+    device = cupy.cuda.Device().id
+    kept, tables = mask._cache[f"cuda:{device}"], mask._cache["tables", device]
+    gc.collect()
+    assert 0 < kept.cache_info().currsize <= 8
+    assert 0 < len(tables) <= 8
+    del mask, kept, tables
     gc.collect()
     cupy.cuda.Device().synchronize()
 

@@ -24,7 +24,7 @@ def launch(elem, arrays, results):
         "elem": elem, "acc": acc, "o_elem": elem, "block_m": 64, "warps": 8, "head_dim": COLUMNS,
         "head_dim_v": COLUMNS, "load_bytes": 16, "atomic_dq": False, "split_delta": False,
         "dlse": "dlse" in arrays, "dbias": 0, "bias_grad": acc, "block_n": 64, "mask": 0, "band_left": False,
-        "band_right": False,
+        "band_right": False, "in_parts": False, "deterministic": False,
     }  # fmt: skip
     p = np.zeros((), PARAMS)
     held = {name: cupy.asarray(x) for name, x in {**arrays, **results}.items()}
