@@ -64,6 +64,7 @@ name                    type     meaning
 ``dq_tiles``            int      sm90 backward: row tiles of which a block holds dq over all keys; 0 = none
 ``tail``                bool     sm90 backward: the last key tiles are shared likewise
 ``in_parts``            bool     sm90 backward: several blocks share a key tile; dk and dv are sums of their parts
+``keeps_ds``            bool     sm90 backward: dS is kept in memory for the kernel that makes dq
 ``pair_warpgroups``     int      sm90 passes over pairs of tiles: warpgroups that share a tile
 ``inputs``              bool     sm90 passes over pairs of tiles: weights depend on scores
 ``dp_late``             bool     sm90 passes over pairs of tiles: dP is begun when P is done
@@ -106,6 +107,8 @@ name                    type     meaning
 ``dim``                 int      pairwise: coordinates of a point
 ``width``               int      pairwise: columns that a block takes
 ``thread_rows``         int      pairwise: rows of a thread
+``tiles``               int      pairwise, near and far: 16-row tiles of a warp
+``blocks``              int      likewise: blocks meant to share a multiprocessor
 ``reduction``           int      pairwise: what is summed, see kernels/pairwise/rows.cu
 ``function``            int      pairwise: of the distance, see kernels/pairwise/functions.cuh
 ``logs``                bool     pairwise gradients: weights of rows and keys are given by their logarithms

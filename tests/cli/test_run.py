@@ -10,6 +10,7 @@ import sys
 import threading
 import tracemalloc
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -343,7 +344,9 @@ def test_the_module_runs(tmp_path, paths):
 def test_an_interrupt_ends_in_one_line(tmp_path):
     arrays = {name: np.zeros((16, 20_000, 64), np.float32) for name in "qkv"}
     words = ["run", save(tmp_path / "in.npz", **arrays), "--output", str(tmp_path / "out.npz")]
-    with subprocess.Popen([sys.executable, "-m", "cuattn", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:
+    command = [sys.executable, "-m", "cuattn", *words]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in a shell's background ignore it
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heard) as run:
         assert run.stderr.readline().startswith("computing on cpu")
         run.send_signal(signal.SIGINT)
         _, err = run.communicate(timeout=60)

@@ -33,6 +33,8 @@ _PART = 256
 STAT_ROWS = 128  # kStatRows: rows that one block of backward_preprocess looks at
 _THREADS = 256  # of backward_preprocess and backward_sum
 _WIDEST = 16  # bytes of an access
+# What backward_preprocess needs to know of Hopper's kernels alone.
+PREPROCESS_DEFAULTS = {"split_delta": False, "dbias": 0, "in_parts": False, "deterministic": False}
 
 
 class SharedKeys(NamedTuple):
@@ -200,8 +202,7 @@ def add_preprocess(call: Call, constants: Constants, head_dim: int, values: dict
     size = problem.dtype.itemsize
     vector = math.gcd(call.load_bytes("do", "o"), problem.head_dim_v * size)
     constants = {
-        "split_delta": False, "dbias": 0, "in_parts": False, "deterministic": False, **constants,
-        "head_dim": head_dim, "load_bytes": max(vector, size),
+        **PREPROCESS_DEFAULTS, **constants, "head_dim": head_dim, "load_bytes": max(vector, size),
         "o_elem": DTYPES[problem.dtype if o is None else o.dtype].cuda, "dlse": "dlse" in call.operands,
     }  # fmt: skip
     blocks = cdiv(problem.n_queries, STAT_ROWS) * problem.instances

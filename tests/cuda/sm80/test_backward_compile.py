@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cuattn.cuda import source
-from cuattn.cuda.sm80.backward import STAT_ROWS, Cut
+from cuattn.cuda.sm80.backward import PREPROCESS_DEFAULTS, STAT_ROWS, Cut
 from tests.cuda.cases import CASES, F16, WIDE_HEADS, Case, case_of
 from tests.cuda.nvrtc import compile_log
 from tests.cuda.sm80.test_forward_compile import COMPILED, FEATURES, compiles, once, spills
@@ -48,7 +48,7 @@ def backward_jobs(arch):
             yield case.name, "sm80/bwd_bias.cu", tuple(bias.items()), arch
         if case.name in SUMMED:
             yield case.name, "sm80/bwd_convert.cu", tuple(constants.items()), arch
-            own = {"o_elem": constants["elem"], "split_delta": False, "dlse": False, "dbias": 0}
+            own = {**PREPROCESS_DEFAULTS, "o_elem": constants["elem"], "dlse": False}
             yield case.name, "util/bwd_preprocess.cu", tuple({**constants, **own}.items()), arch
             deposits = {"flush_every": 64 if case.dtype.itemsize > 2 else 0}
             yield case.name, "sm80/bwd.cu", tuple({**keys, **deposits, "sum_dk": True, "sum_dv": True}.items()), arch

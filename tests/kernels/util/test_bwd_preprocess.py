@@ -8,6 +8,7 @@ import pytest
 from cuattn.cuda import compile as compiler
 from cuattn.cuda import source
 from cuattn.cuda.params import PARAMS
+from cuattn.cuda.sm80.backward import PREPROCESS_DEFAULTS
 
 pytestmark = pytest.mark.gpu
 
@@ -21,10 +22,9 @@ def launch(elem, arrays, results):
 
     acc = {"__half": "float"}.get(elem, elem)
     constants = {
-        "elem": elem, "acc": acc, "o_elem": elem, "block_m": 64, "warps": 8, "head_dim": COLUMNS,
-        "head_dim_v": COLUMNS, "load_bytes": 16, "atomic_dq": False, "split_delta": False,
-        "dlse": "dlse" in arrays, "dbias": 0, "bias_grad": acc, "block_n": 64, "mask": 0, "band_left": False,
-        "band_right": False, "in_parts": False, "deterministic": False,
+        **PREPROCESS_DEFAULTS, "elem": elem, "acc": acc, "o_elem": elem, "block_m": 64, "warps": 8, "head_dim": COLUMNS,
+        "head_dim_v": COLUMNS, "load_bytes": 16, "atomic_dq": False, "dlse": "dlse" in arrays,
+        "bias_grad": acc, "block_n": 64, "mask": 0, "band_left": False, "band_right": False,
     }  # fmt: skip
     p = np.zeros((), PARAMS)
     held = {name: cupy.asarray(x) for name, x in {**arrays, **results}.items()}
