@@ -30,6 +30,7 @@ STEPS = {  # command: about how many seconds it takes on an H200
     "denoise": 15,
     "denoise --device cpu": 30,
     "training": 85,
+    "finetune": 90,
     "kernel_profiles": 60,
     "prepare scores": 300,
     "scores": 1500,

@@ -35,6 +35,19 @@ def draw_training(rows):
     return chart({"distance of the losses": found}, width=7.0, style="-", xlabel="step")
 
 
+def finetune(rows):
+    """Return a line per case and attention."""
+    rows = rows.sort_values("documents", kind="stable")
+    return pd.DataFrame({
+        "sequences": rows["documents"].map(lambda count: f"of {count} documents" if count > 1 else "whole"),
+        "attention": rows["runner"],
+        "ms a step": rows["ms"],
+        "GB at the peak beyond weights and moments": rows["MB"] / 1e3,
+        "seconds of the first steps": rows["first_s"],
+        "loss of the first": rows["loss"].map("{:.4f}".format),
+    })  # fmt: skip
+
+
 def denoise(rows):
     """Return a line per device and search."""
     pixels = rows["height"] * rows["width"]
@@ -114,6 +127,14 @@ SECTIONS = {
         "last column says 0.",
         table=training,
         figure=draw_training,
+    ),
+    "finetune": Section(
+        "A training step in Transformers",
+        ("finetune",),
+        ("finetune",),
+        "A Llama in bfloat16, 2 layers, 16 heads of 64, 4 of keys, 2 x 4,096 random tokens; AdamW.  Of packed "
+        "documents PyTorch is given a dense mask, cuattn a column mask.",
+        table=finetune,
     ),
     "denoise": Section(
         "Not only transformers: non-local means as attention",
