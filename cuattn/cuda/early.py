@@ -8,7 +8,10 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 
+from cuattn.cuda.device import device_of
+
 _DRIVER = 12030  # the first whose graphs take such launches
+_CAPABLE = 90  # the first GPUs that do; kernels for others do not wait
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
@@ -28,12 +31,13 @@ class _Config(ctypes.Structure):
 _EARLY = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
 
 
-@lru_cache(maxsize=1)
-def launcher() -> Callable[..., int] | None:
-    """Return what launches early, if the driver does: `launch` takes what ``cuLaunchKernel`` takes and returns 0."""
+@lru_cache(maxsize=64)
+def launcher(device: int) -> Callable[..., int] | None:
+    """Return what launches early on a GPU, if it does: it takes what ``cuLaunchKernel`` takes and returns 0."""
     import cupy
 
-    if cupy.cuda.runtime.driverGetVersion() < _DRIVER:
+    capability = int(device_of(device).arch.removeprefix("sm_"))
+    if capability < _CAPABLE or cupy.cuda.runtime.driverGetVersion() < _DRIVER:
         return None
     function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     function.argtypes = [ctypes.c_void_p] * 4

@@ -176,7 +176,7 @@ class Kernel:
         """Launch with the arguments of a piece, which the driver copies; `maps` keeps those behind the first alive."""
         launch = _thread.launch or _prepare_thread()
         _held, told = self._launched
-        early = launcher() if self._early else None
+        early = launcher(self._found[0]) if self._early else None
         if early is None or early(*told, stream, piece.arguments, 0):
             launch(*told, stream, piece.arguments, 0)
 

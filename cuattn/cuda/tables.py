@@ -267,7 +267,7 @@ class MaskTables:
         moved = changes(MASK_PARAMS, band_fields(self._problem, shift))
         addresses = [*sources, *tables]
         for kernel in self._kernels:
-            kernel.launch(addresses, stream.ptr, moved)
+            kernel.launch(addresses, stream.ptr, changes=moved)
         return addresses
 
 

@@ -211,7 +211,7 @@ struct TangentConsumer {
     }
 
     // Leaves a part's results and statistics in memory.  The last of a row tile's parts to come here adds all of them up, in their order, which is no
-    // other from run to run (kernels/util/merge_jvp.cu): true, and what is left of the row tile's end is as if it had no parts.
+    // other from run to run (kernels/util/merge.cu): true, and what is left of the row tile's end is as if it had no parts.
     __device__ __forceinline__ bool merge_parts(const Part& part, float (&sum)[2], float (&normal)[2]) {
         constexpr int pieces = cfg::head_dim_v / 8, parts = cfg::first_parts;
         const u32 thread = place_of_thread();

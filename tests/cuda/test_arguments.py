@@ -110,7 +110,7 @@ def test_addresses_of_tables_are_those_of_the_launch(monkeypatch):
 def test_an_early_launch_that_is_refused_is_made_all_the_same(monkeypatch, status):
     calls = []
     monkeypatch.setattr(launch._thread, "launch", lambda *told: calls.append(("", told)))
-    monkeypatch.setattr(launch, "launcher", lambda: lambda *told: calls.append(("early", told)) or status)
+    monkeypatch.setattr(launch, "launcher", lambda _: lambda *told: calls.append(("early", told)) or status)
     made = kernel({}, early=True)
     made._launched = None, (5, *made._shape)  # as if compiled
     made.launch((11, 12), 7)
@@ -118,6 +118,17 @@ def test_an_early_launch_that_is_refused_is_made_all_the_same(monkeypatch, statu
     assert names == ("early", "")[: 1 + status] and len({*told}) == 1
     assert told[0][:9] == (5, 1, 1, 1, 32, 1, 1, 0, 7)
     assert (ctypes.sizeof(early._Config), ctypes.sizeof(early._Attribute)) == (56, 72)  # as cuda.h has them
+
+
+def test_kernels_that_do_not_wait_are_not_launched_early(monkeypatch):
+    """Those for GPUs before Hopper: util/merge.cu would read parts that are not there yet."""
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda.runtime, "driverGetVersion", lambda: early._DRIVER)
+    monkeypatch.setattr(early.ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernelEx=SimpleNamespace()))
+    for arch, does in (("sm_80", False), ("sm_89", False), ("sm_90", True), ("sm_120", True)):
+        monkeypatch.setattr(early, "device_of", lambda number, arch=arch: SimpleNamespace(arch=arch))
+        assert (early.launcher.__wrapped__(0) is not None) == does
 
 
 def changed(piece, changes):

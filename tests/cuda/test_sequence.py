@@ -137,6 +137,19 @@ def test_a_place_is_a_launch_argument(driver):
         assert after[name].tobytes() == before[name].tobytes(), name
 
 
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_tables_of_a_part_are_of_its_band(operation, driver):
+    """A key that the band shows to no row of the whole may be alive in a part."""
+    call = prepared(case_of("column d64 causal"), operation)
+    made = families.launch_sequence(*call[:3])
+    for shift in (0, -64, 32):
+        place = call.problem.place._replace(shift=shift)
+        done, _ = driver.run(made, call.addresses, call.masks, call.state, place, capturing=True)
+        launches = [each for each in done if isinstance(each, Launch) and "band_right" in each.argument.dtype.names]
+        assert any("mask" in each.path for each in launches)
+        assert {int(each.argument["band_right"]) for each in launches if "preprocess" not in each.path} == {shift}
+
+
 def test_places_of_runs_are_copied_once_and_held_by_a_graph(driver, monkeypatch):
     uploads = []
 

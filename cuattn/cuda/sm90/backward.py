@@ -505,7 +505,7 @@ class Backward(MappedCall):
             grid = (cut.part_blocks,)
             self.add("sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _CONVERT_WARPS, stored)
         if not (cut.fused or cut.kept):
-            self._add_rows(constants)
+            self._add_dq(constants)
 
     def _add_main(self, launched: tuple, beside: Mapping[str, str], constants: Constants) -> None:
         """Append the main kernel; where it keeps dS, for some heads after the others, each time with that of dq."""
@@ -518,9 +518,9 @@ class Backward(MappedCall):
             own = kept.fields(fields, problem.group, problem.instances, cut.parts)
             share = work * kept.heads // problem.instances * kept.tiles // cut.keys.counts["key_tiles"]
             self.add_mapped(*kernel, share, warps, own, tile, *written)
-            self._add_rows(constants, kept)
+            self._add_dq(constants, kept)
 
-    def _add_rows(self, constants: Constants, kept: Kept | None = None) -> None:
+    def _add_dq(self, constants: Constants, kept: Kept | None = None) -> None:
         """Append the launch that makes dq, of some heads from what was kept, or of all from the scores."""
         rows, heads, counts = self.cut.rows, self.problem.instances, self.cut.rows.counts
         constants, name = {**constants, "block_m": rows.block_m, "block_n": rows.block_n}, "rows"

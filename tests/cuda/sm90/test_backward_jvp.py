@@ -46,6 +46,17 @@ def test_kernels_compile(case, deterministic, driver):
             compile_log(f"{source.build(path, dict(constants))}\n{check}", "sm_90a", path)
 
 
+@pytest.mark.parametrize(
+    "more", [{"options": {"softcap": 3.0, "dropout_p": 0.3, "rng": 1}}, {"mask": blocks_of(64, 64), "options": CAUSAL}]
+)
+def test_gradients_whose_dq_takes_a_pass_of_its_own_come_first(more, driver):
+    call = prepared(sized("crowded", 300, 300, 80, **more), "backward_jvp", kernel="sm90")
+    done, _ = driver.run(launch_sequence(*call[:3]), call.addresses, call.masks, call.state, capturing=True)
+    paths = [each.path for each in done if getattr(each, "path", "util").startswith("sm90")]
+    tangents = ["sm90/bwd_jvp_rows.cu", "sm90/bwd_jvp.cu", "sm90/bwd_jvp.cu"]
+    assert paths == ["sm90/bwd.cu", "sm90/bwd_rows.cu", *tangents]
+
+
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 def test_launches(case, driver):
     call = prepared(case, "double_backward", kernel="sm90", deterministic=True)
