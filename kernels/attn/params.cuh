@@ -72,7 +72,7 @@ struct CoreParams {
     i32 row_tiles, key_tiles;                  // of cfg::block_m rows and cfg::block_n keys
     i32 section;                               // batch-heads that are worked on side by side (their k and v share the L2 cache)
     i32 splits, split_tiles;                   // forward: parts of the key axis and key tiles in each; backward: sm80/bwd.cu and sm90/bwd_layout.cuh
-    i32 shared_tile, shared_key;               // backward: first key tile, and its first key, that several blocks share (counted through all heads)
+    i32 shared_tile, shared_key;               // backward: first key tile, and its first key, that several blocks share (counted through all heads); forward: first row tile in parts
     i32 bias_instances;                        // distinct biases: the product of its own leading axes
     MatrixPlace matrices;
 };

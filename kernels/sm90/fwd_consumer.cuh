@@ -25,6 +25,10 @@ constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropo
 // those that it jumps over.
 constexpr bool steps_apart = cfg::overlap && column_masks > 0 && search_beside && !cfg::bias && !cfg::score;
 
+// Beside parts, which are then all there is, three warpgroups have no registers to go from one row tile to the next without a pause, or to pass over one.
+constexpr bool tight = cfg::split && warpgroups > 2;
+constexpr bool crosses = cfg::q_stages > 1 && !tight, passes_rows = !later_tiles_vary && !tight;
+
 // What all lanes agree on once of a tile whose bias tensor cores add, which spares most tiles all other votes.
 struct Agreed {
     bool is_ordinary;
@@ -106,6 +110,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         work = shared.work(q.stage);
         if (uniform(work.head < 0)) return false;
         await_keys<true>();
+        if constexpr (passes_rows) seen = uniform(work.row + 64 * static_cast<i32>(warpgroup) < p.n_queries);
         return true;
     }
 
@@ -293,7 +298,18 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         ptx::mbarrier_wait(shared.barrier(v_full + v.stage), v.phase);
         release(shared.barrier(v_empty + v.stage));
         v.advance();
-        await_keys();
+    }
+
+    // Passes over a row tile of which the warpgroup has no rows, where tiles are counted.
+    __device__ __forceinline__ void pass_row() {
+        free_output();
+        for (bool last = false; !last;) {
+            last = uniform(tile.last());
+            pass(false);
+            if (!last) await_keys();
+        }
+        ptx::mbarrier_arrive(shared.barrier(q_empty + q.stage));
+        q.advance();
     }
 
     // Do all lanes see so much of a cut tile that each of their rows' shares is likely to have a positive score?  Three warpgroups do not gain by it.
@@ -487,34 +503,40 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         write_statistics(p, ending.of, first, state, ending.sum);
     }
 
-    // The end of a row tile with nothing to overlap with.
-    __device__ __forceinline__ void write(const Work& before, Slot<cfg::q_stages> buffer) {
+    // The end of a row tile with nothing to overlap with; one that may be `in_parts` keeps its buffer until then.
+    __device__ __forceinline__ void write(const Work& before, Slot<cfg::q_stages> buffer, bool in_parts) {
         drain();
         Ending ending = begin_ending(before, state, buffer);
         clear_empty_rows(ending);
         if constexpr (cfg::split) {
-            const Part part = shared.part(buffer.stage);
+            const Part part = in_parts ? shared.part(buffer.stage) : Part{};
             if (uniform(part.count > 1) && !merge_parts(part, ending)) return ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
         }
         unroll<output_blocks>([&](int block) { write_columns(ending, block); });
         finish_ending(ending);
-        if constexpr (!stage_output && cfg::split) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
+        if (!stage_output && in_parts) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
     }
 
     __device__ __forceinline__ void run() {
         if (warpgroup + 1 == warpgroups) pass_turn(warpgroup);  // the first warpgroup begins
         bool some = await_row();
         while (some) {
+            if (passes_rows && !seen) {
+                pass_row();
+                some = await_row();
+                continue;
+            }
             state.reset();
             clear();
-            bool last = false, pending = false;
+            bool last = false, pending = false, in_parts = false;
             Work before;
             Slot<cfg::q_stages> buffer;
             for (;;) {
 #pragma unroll 1
                 while (!last) {
-                    if (!seen) {
+                    if (later_tiles_vary && !seen) {
                         pass(pending);
+                        await_keys();
                         pending = false;
                     } else if (!pending) {
                         last = single();
@@ -526,15 +548,16 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
                 before = work;
                 buffer = q;
                 q.advance();
-                if constexpr (!stage_output && !cfg::split) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
-                if constexpr (cfg::q_stages == 1 || cfg::split) break;
+                if constexpr (cfg::split) in_parts = !crosses || uniform(shared.part(buffer.stage).count > 1);
+                if (!stage_output && !in_parts) ptx::mbarrier_arrive(shared.barrier(q_empty + buffer.stage));
+                if (!crosses || in_parts) break;
                 free_output();
                 some = await_row();
                 if (!some || !seen) break;
                 last = cross(before, buffer);
             }
-            write(before, buffer);
-            if constexpr (cfg::q_stages == 1 || cfg::split) some = await_row();
+            write(before, buffer, in_parts);
+            if (!crosses || in_parts) some = await_row();
         }
         free_output();  // shared memory is read until then
     }

@@ -79,7 +79,7 @@ struct alignas(16) Work {
     i32 instance;     // of the mask; where tiles are counted and rows' keys differ, the first one counted and, << 24 (cfg::split: << 16), the last one
 };
 
-// Which part of its row tile's keys it has, of how many, and the number of the row tile; of its head, where only the first row tile has parts.
+// Which part of its row tile's keys it has, of how many (0: whatever they are, it is whole), and the number of the row tile, of those in parts; of its head, where only the first row tile has parts.
 struct alignas(16) Part {
     i32 number, count, tile;
 };

@@ -200,7 +200,7 @@ struct Planner {
     // Narrows a row's key tiles to those of a part, of as many as make parts of p.split_tiles or a little fewer; false if the row has no such part.
     __device__ __forceinline__ bool take(Part& part, i32& lowest, i32& top) const {
         const i32 tiles = top - lowest + 1;
-        if (tiles <= 1) return part.number == 0;
+        if (tiles <= 1 || part.count == 0) return part.number == 0;
         part.count = min((tiles + p.split_tiles - 1) / p.split_tiles, p.splits);
         if (part.number >= part.count) return false;
         lowest = top + 1 - tiles * (part.number + 1) / part.count;
@@ -267,13 +267,13 @@ struct Planner {
 
     __device__ __forceinline__ void run() {
         constexpr bool split = cfg::split && first_parts == 1;
-        const i32 total = p.batch * p.heads * (p.row_tiles * (split ? p.splits : 1) + first_parts - 1);
+        const i32 tiles = p.batch * p.heads * (p.row_tiles + first_parts - 1), total = tiles + (split ? (tiles - p.shared_tile) * (p.splits - 1) : 0);
         for (i32 number = blockIdx.x; number < total;) {
             OrderedTile item;
             Part part{};
-            const i32 tile = split ? number / p.splits : number;
-            const Work work = row_tile<first_parts>(p, tile, item, part);
-            if constexpr (split) part = {number - tile * p.splits, 1, tile};
+            const i32 beyond = split ? number - p.shared_tile : -1, divided = beyond < 0 ? 0 : beyond / p.splits;
+            const Work work = row_tile<first_parts>(p, beyond < 0 ? number : p.shared_tile + divided, item, part);
+            if (split && beyond >= 0) part = {beyond - divided * p.splits, 1, divided};
             plan(work, item, part);
             // The next one is drawn as late as may be, when work on this one begins or comes to an end: blocks that are behind draw less.
             ptx::mbarrier_wait(shared.barrier(list_empty), list.phase ^ 1);

@@ -13,6 +13,7 @@ _MOST_PARTS = 16  # of a row
 _SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the longest row, as parts of rows of unequal length may have
 _MOST_SIMULATED = 600  # row tiles of unequal length; of more, longest first, all multiprocessors are done at once
 GAIN = 0.95  # by how much what is unusual must be done sooner
+_TAIL_GAIN = 0.995  # the same of parts of a last round alone
 
 
 class Division(NamedTuple):
@@ -24,11 +25,14 @@ class Division(NamedTuple):
         When all rows are done, in steps of a key tile.
     parts, tiles : int
         Of the longest row, and key tiles of a part at most.
+    whole : int
+        How many of all heads' row tiles come before those in parts, where they are of equal length: full rounds.
     """
 
     time: float
     parts: int
     tiles: int
+    whole: int
 
 
 def makespan(lengths: Iterable[float], copies: Iterable[int], workers: int) -> float:
@@ -63,13 +67,16 @@ def time_of_parts(lengths: Sequence[int], heads: int, most: int, slots: int) -> 
     --------
     >>> time_of_parts([8], 3, 8, 2) - time_of_parts([8], 3, 8, 3)
     9.0
+    >>> time_of_parts([8], 3, 8, 2), time_of_parts([8], 3, 4, 2)  # the third one in parts
+    (18.0, 17.4)
     """
     parts = [cdiv(length, most) for length in lengths]
     costs = [
         length / n + _END + (n > 1) * (_MERGE + _MERGE_OF_PART * n) for length, n in zip(lengths, parts, strict=True)
     ]
     if lengths[0] == lengths[-1]:
-        return cdiv(len(lengths) * heads * parts[0], slots) * costs[0]
+        rounds, rest = divmod(len(lengths) * heads, slots)
+        return rounds * (lengths[0] + _END) + cdiv(rest * parts[0], slots) * costs[0]
     if len(lengths) * heads > _MOST_SIMULATED:
         return heads * sum(cost * n for cost, n in zip(costs, parts, strict=True)) / slots
     return makespan(costs, [n * heads for n in parts], slots)
@@ -80,14 +87,15 @@ def divide(lengths: Sequence[int], heads: int, slots: int, divisible: bool) -> D
 
     Examples
     --------
-    >>> divide([64] * 22, 1, 132, True)[1:]
-    (6, 11)
+    >>> divide([64] * 22, 1, 132, True)[1:], divide([64] * 22, 7, 132, True)[1:]
+    ((6, 11, 0), (6, 11, 132))
     """
-    best = Division(time_of_parts(lengths, heads, lengths[0], slots), 1, lengths[0])
+    whole = len(lengths) * heads // slots * slots if lengths[0] == lengths[-1] else 0
+    best = Division(time_of_parts(lengths, heads, lengths[0], slots), 1, lengths[0], 0)
     for tiles in _shorter(lengths, heads) if divisible else ():
         time = time_of_parts(lengths, heads, tiles, slots)
-        if time < (GAIN if best.parts == 1 else 1) * best.time:
-            best = Division(time, cdiv(lengths[0], tiles), tiles)
+        if time < ((_TAIL_GAIN if whole else GAIN) if best.parts == 1 else 1) * best.time:
+            best = Division(time, cdiv(lengths[0], tiles), tiles, whole)
     return best
 
 

@@ -244,6 +244,7 @@ class Cut:
             section = min(math.prod(problem.batch), sharing_cache(problem.n_keys * row_bytes(problem)))
         self.counts = {**tile_counts(problem, tile), "section": min(section, problem.instances)}
         self.splits = self.split_tiles = 1
+        self.whole = 0  # row tiles before those in parts
 
     def _tile(self) -> Tile:
         problem, described = self.problem, self._is_described
@@ -397,12 +398,12 @@ class Cut:
         for tile, cost in self._heights():
             counted = tile._replace(block_n=self.tile.block_n)
             lengths, slots = self._row_lengths(counted), multiprocessors * tile.min_blocks
-            found = balance.divide(lengths, self.problem.instances, slots, self._may_divide(tile))
+            found = balance.divide(lengths, self.problem.instances, slots, self._may_divide(tile, lengths, slots))
             if cost * found.time < balance.GAIN * time:
-                chosen, time, (_, self.splits, self.split_tiles) = tile, cost * found.time, found
+                chosen, time, (_, self.splits, self.split_tiles, self.whole) = tile, cost * found.time, found
         self.tile, self.counts = chosen, self.counts | tile_counts(problem, chosen)
         if self.splits > 1:
-            self.counts |= {"splits": self.splits, "split_tiles": self.split_tiles}
+            self.counts |= {"splits": self.splits, "split_tiles": self.split_tiles, "shared_tile": self.whole}
 
     @property
     def _is_window(self) -> bool:
@@ -421,17 +422,23 @@ class Cut:
         if problem.band is None and problem.n_keys >= _SHORT_KEYS and self.head_dim_v > _NARROW:
             yield _HIGH_TILE, _HIGHER
 
-    def _may_divide(self, tile: Tile) -> bool:
-        problem, counts = self.problem, tile_counts(self.problem, tile)
-        warpgroups = counts["row_tiles"] * problem.instances * tile.block_m // WARPGROUP_ROWS
-        fits = problem.head_dim_v <= _SPLIT_HEAD_DIM and counts["key_tiles"] < _COUNTED
+    def _may_divide(self, tile: Tile, lengths: Sequence[int], slots: int) -> bool:
+        problem, rows = self.problem, len(lengths) * self.problem.instances
+        fits = problem.head_dim_v <= _SPLIT_HEAD_DIM and cdiv(problem.n_keys, tile.block_n) < _COUNTED
         fits = fits and problem.n_keys > _SHORT_KEYS and tile != _HIGH_TILE and not self._splits
-        return fits and warpgroups < COUNTERS and tile.min_blocks == 1
+        if lengths[0] == lengths[-1] and rows >= slots:  # only the last round is divided
+            return fits and max(self.head_dim, self.head_dim_v) > SLAB_COLUMNS
+        return fits and rows * tile.block_m // WARPGROUP_ROWS < COUNTERS and tile.min_blocks == 1
+
+    @property
+    def work(self) -> int:
+        """Row tiles of all heads, and parts of them."""
+        return self.blocks + (self.blocks - self.whole) * (self.splits - 1)
 
     @property
     def _warpgroups(self) -> int:
-        """Row tiles of warpgroups."""
-        return self.blocks * self.tile.block_m // WARPGROUP_ROWS
+        """Row tiles of warpgroups that are in parts."""
+        return (self.blocks - self.whole) * self.tile.block_m // WARPGROUP_ROWS
 
     def _row_lengths(self, tile: Tile) -> list[int]:
         """Return how many key tiles each row tile of a head sees, the longest first."""
@@ -565,8 +572,8 @@ class Forward(MappedCall):
         tile, constants, size = cut.tile[:2], cut.constants, cut.shared_bytes
         scratch, counters = cut.scratch
         self.begin(scratch, 1 + counters)
-        warps, work = 4 * (tile[0] // WARPGROUP_ROWS + 1), cut.blocks * cut.splits
-        launched = cut.path, "attention_forward", constants, work, warps, cut.counts, (*tile, WARPGROUP_ROWS)
+        warps = 4 * (tile[0] // WARPGROUP_ROWS + 1)
+        launched = cut.path, "attention_forward", constants, cut.work, warps, cut.counts, (*tile, WARPGROUP_ROWS)
         beside = {"bias": "bias"} if cut.bias_form == "tiles" else {}
         self.add_mapped(*launched, size, ("o",), beside, cut.tile.min_blocks)
         notes = cut.notes

@@ -42,6 +42,7 @@ PARTS = [
     sized("hopper parts", 700, 4200, 128, batch=(1,)),
     sized("hopper parts d64", 200, 2900),
     sized("hopper parts float16", 100, 1700, 96, dtype=F16, options={"scale": -0.2}),
+    sized("hopper parts tail", 2100, 1700, 128, heads=4, kv_heads=2, batch=(2,)),  # 136 row tiles, 132 blocks
     sized("hopper parts causal", 1500, 1500, 128, batch=(1,), options={"is_causal": True}),
     sized("hopper parts causal d64", 1500, 1500, batch=(1,), options={"is_causal": True}),
     sized("hopper parts causal cut", 1300, 1777, batch=(1,), options={"is_causal": "bottom_right"}),

@@ -114,6 +114,30 @@ def test_parts_of_keys_fill_the_device(n_keys, n_queries):
     assert sum(x.nbytes for x in arrays.values()) == counters * cut.splits * 64 * 4 * (64 + 8)
 
 
+TAIL = {"heads": 24, "kv_heads": 24, "n_queries": 4608, "n_keys": 4608}  # 12 of 1728 in the last round
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
+def test_parts_of_the_last_round(out_dtype):
+    cut = divided(problem(**TAIL, out_dtype=out_dtype))
+    assert (cut.whole, cut.splits, cut.blocks) == (13 * 132, 9, 13 * 132 + 12) == (cut.counts["shared_tile"], 9, 1728)
+    assert cut.work == 13 * 132 + 9 * 12 and cut.scratch[1] == 12 * 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 64, "head_dim_v": 64},
+        {"head_dim": 256, "head_dim_v": 256},
+        {"band": CAUSAL},
+        {"masks": ("column",)},
+        {"n_queries": 4096, "batch": (11,), "heads": 6, "kv_heads": 6},  # full rounds
+    ],
+)
+def test_last_rounds_that_stay_whole(changes):
+    assert divided(problem(**TAIL | changes)).splits == 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -332,6 +356,7 @@ def cuts() -> list[Cut]:
     ]
     parts = [problem(d, **FEW | {"band": band}) for d in (64, 128) for band in (None, CAUSAL)]
     broadcast.append(divided(problem(64, bias=FLOAT32, **LOW), bias=rows))
+    broadcast += [divided(problem(**TAIL, out_dtype=out_dtype)) for out_dtype in (BF16, FLOAT32)]
     return [*map(Cut, VARIANTS), *broadcast, *map(Cut, SHORT), *(divided(p, 1000) for p in parts)]
 
 
