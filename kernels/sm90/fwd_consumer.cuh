@@ -447,7 +447,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         unroll<2>([&](int r) { top[r] = quad_max(state.top[r]), l[r] = sum_at_maximum(state, r, top[r], ending.sum[r]); });
         // The warp's rows: of those that are not there nothing is stored or read.
         const i32 warp_row = ending.of.row + 64 * static_cast<i32>(warpgroup) + 16 * static_cast<i32>(thread / 32);
-        const bool some = warp_row > -16 && warp_row < p.n_queries;
+        const bool some = uniform(warp_row > -16 && warp_row < p.n_queries);
         if (some) {
             __stcg(rows + part.number * 128, make_float4(l[0], l[1], top[0], top[1]));
             float4* own = outputs + part.number * pieces * 128;
@@ -460,7 +460,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
         ptx::barrier_sync(store_barrier + warpgroup, 128);
         bool last = false;
         if (thread == 0) last = atomicInc(reinterpret_cast<u32*>(p.counters) + 1 + slot, part.count - 1) == part.count - 1;
-        if (!ptx::barrier_any(store_barrier + warpgroup, 128, last)) return false;
+        if (!uniform(ptx::barrier_any(store_barrier + warpgroup, 128, last))) return false;
         if (!some) return true;
         __threadfence();  // and the count before what is read
         unroll<2>([&](int r) { top[r] = minus_infinity(), l[r] = 0.0f; });
