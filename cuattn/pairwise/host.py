@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu import threads
+from cuattn.cpu.arithmetic import BASE_2
 from cuattn.cpu.blocks import SMALL_PRODUCT
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks.intervals import FULL, SKIP
@@ -25,6 +27,7 @@ from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 
 _ROWS, _KEYS = 512, 256  # of a tile: it fits a core's share of the second cache
 _FEWEST = 64  # rows of a small product
+_MOST_COLUMNS = 16  # of sums that each row tile has of all points, and that repay computing kernel values once
 _NANOSECONDS = 1.0  # of a pair
 _LOST = 2.0**-21  # of the square of a distance from the centre, what float32 products lose
 _WORTH_TELLING = 0.01
@@ -34,15 +37,11 @@ _LOG2_E = math.log2(math.e)
 Index = tuple[int, ...]
 
 
-class _Turns:
-    """No item waits for another."""
-
-    def abort(self) -> None:
-        """Wake nobody."""
-
-
 class Rows:
     """A walk over tiles of rows and keys.
+
+    Where these are the same points, kernel values of a tile beyond the diagonal are those of the tile's mirror image,
+    too: each is computed once.
 
     Parameters
     ----------
@@ -74,68 +73,91 @@ class Rows:
         self._keys, self._dtype, self._scale = y.shape[-2], x.dtype, factor * function.base
         self._operands: dict[Index, Operands] = {}
         self._weights: dict[tuple[str, Index], ndarray | None] = {}  # u and v, times the points' factors
-        self.turns, self.lost = _Turns(), 0.0
+        self.turns, self.lost = threads.Turns(), 0.0
         self.sizes = [cdiv(self._rows, _ROWS)] * math.prod(self.batch)
 
     def run(self, wanted: Wanted) -> Sums:
         """Return the sums that are wanted."""
         shape, self._wanted = (*self.batch, self._rows), wanted
-        columns = 0 if wanted.v is None else wanted.v.shape[-1]
+        columns = 1 if wanted.v is None else wanted.v.shape[-1]
         self._results = Sums(
-            np.zeros((*shape, columns)) if wanted.sums else None,
+            np.zeros((*shape, columns)) if wanted.sums or wanted.logs else None,
             np.full(shape, -np.inf) if wanted.logs else None,
             np.zeros((*shape, self._dim)) if wanted.slopes else None,
             np.zeros(shape) if wanted.moments else None,
         )
         self._finite = wanted.v is None or bool(np.isfinite(wanted.v).all())
+        alone = not (self._masks or wanted.slopes) and columns <= _MOST_COLUMNS
+        self._symmetric = alone and np.array_equal(self._x, self._y)
         if 0 not in (*shape, self._keys):
             pairs = math.prod(shape) * self._keys
             threads.run(self, lambda: self._tile, threads.useful(sum(self.sizes), _NANOSECONDS * pairs))
+        for index, found in self._operands.items():
+            if self._results.sums is not None:
+                self._results.sums[index] *= found.of_rows
+            if wanted.logs and found.bounded:
+                with np.errstate(divide="ignore"):
+                    logs = np.log2(self._results.sums[index][:, 0])
+                self._results.logs[index] = (logs + found.greatest) / _LOG2_E
         return self._results
 
-    def item(self, group: int, number: int) -> tuple[Index, int]:
-        """Return a row tile of one of the batch's matrices."""
+    def item(self, group: int, number: int) -> tuple[Index, int, AbstractContextManager[None]]:
+        """Return a row tile of one of the batch's matrices, and its turn at that's sums."""
         index = tuple(map(int, np.unravel_index(group, self.batch))) if self.batch else ()
         if index not in self._operands:
             logs = self._wanted.key_log[index] * _LOG2_E if self._wanted.logs else None
             gaussian = self._function is FUNCTIONS["gaussian"]
             points, factors = (self._x[index], self._y[index]), gaussian and not self._wanted.moments
-            found = operands(*points, self._scale, logs, exact=self._exact, smooth=gaussian, factors=factors)
+            given = dict(scale=self._scale, logs=logs, exact=self._exact, smooth=gaussian, factors=factors)
+            found = operands(*points, **given)
+            if logs is not None and not found.bounded and BASE_2 and self._exact and self._dtype != np.float64:
+                wide = operands(*[p.astype(np.float64) for p in points], **given)  # cheaper than a row's references
+                found = wide if wide.bounded else found
             for name, factor in (("u", found.of_rows), ("v", found.of_keys)):
-                self._weights[name, index] = None if (w := getattr(self._wanted, name)) is None else w[index] * factor
+                w = getattr(self._wanted, name)
+                self._weights[name, index] = factor if w is None else w[index] * factor
             self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 / self._function.base)
             self._operands[index] = found
-        return index, number
+        return index, number, self.turns.take(group) if self._symmetric else nullcontext()
 
-    def _tile(self, item: tuple[Index, int]) -> None:
+    def _tile(self, item: tuple[Index, int, AbstractContextManager[None]]) -> None:
         """Sum over all keys for a tile of rows."""
-        index, tile = item
-        left, right, centre, _, bounded, greatest, of_rows, of_keys = self._operands[index]
+        index, tile, turn = item
+        left, right, centre, _, bounded, greatest, _, of_keys = self._operands[index]
         rows = slice(tile * _ROWS, min((tile + 1) * _ROWS, self._rows))
         instances = [mask.instance(index) for mask in self._masks]
         states = self._states(instances, tile)
-        sums = _LogSum(rows.stop - rows.start, self._dtype, bounded) if self._wanted.logs else None
-        products, rounded, room = (np.empty((_ROWS, _KEYS), dtype) for dtype in (left.dtype, self._dtype, centre.dtype))
-        for number in range(cdiv(self._keys, _KEYS)):
+        logs = _LogSum(rows.stop - rows.start, self._dtype) if self._wanted.logs and not bounded else None
+        mirrored = self._symmetric and logs is None
+        if mirrored:
+            totals = np.zeros((self._rows - rows.start, self._weights["v", index].shape[-1]))
+        else:
+            totals = None if self._results.sums is None else self._results.sums[index][rows]
+        work = of_keys.dtype
+        products, rounded, room = (np.empty((_ROWS, _KEYS), dtype) for dtype in (left.dtype, work, centre.dtype))
+        for number in range(rows.start // _KEYS if mirrored else 0, cdiv(self._keys, _KEYS)):
             if states is not None and states[number] == SKIP:
                 continue
             keys = slice(number * _KEYS, min((number + 1) * _KEYS, self._keys))
             hidden = None if states is None or states[number] == FULL else self._hidden(instances, rows, keys)
             s = _multiply(left[rows], right[:, keys], _part(products, rows, keys))
-            if s.dtype != self._dtype:
+            if s.dtype != work:
                 wide, s = s, _part(rounded, rows, keys)
                 np.copyto(s, wide, casting="same_kind")
-            if sums is not None:
-                sums.add(s, of_keys[keys, 0], hidden)
-            else:
-                self._add(index, rows, keys, s, hidden, _part(room, rows, keys))
-        if sums is not None:
-            self._results.logs[index][rows] = (sums.total() + greatest + np.log2(of_rows[rows, 0])) / _LOG2_E
-        elif self._wanted.sums:
-            self._results.sums[index][rows] *= of_rows[rows]
+            if logs is not None:
+                logs.add(s, hidden)
+                continue
+            k = self._add(index, rows, keys, s, hidden, totals, _part(room, rows, keys))
+            if mirrored and keys.start >= rows.stop:
+                totals[keys.start - rows.start : keys.stop - rows.start] += k.T @ self._weights["v", index][rows]
+        if logs is not None:
+            self._results.logs[index][rows] = (logs.total() + greatest) / _LOG2_E
+        elif mirrored:
+            with turn:
+                self._results.sums[index][rows.start :] += totals
 
-    def _add(self, index: Index, own: slice, others: slice, s: ndarray, hidden: Any, room: ndarray) -> None:
-        """Add what one tile has to sums and slopes."""
+    def _add(self, index: Index, own: slice, others: slice, s: ndarray, hidden: Any, totals: Any, room: ndarray) -> Any:
+        """Add what one tile has to sums, the rows' `totals`, and slopes; return its kernel values."""
         wanted, bounded, rows, keys = self._wanted, self._operands[index].bounded, (*index, own), (*index, others)
         if hidden is not None:
             np.copyto(s, 0, where=hidden)
@@ -148,8 +170,8 @@ class Rows:
         if hidden is not None:
             np.copyto(k, 0, where=hidden)
         v = self._weights["v", index][others]
-        if wanted.sums:
-            self._results.sums[rows] += product(k, v, hidden if not self._finite else None)
+        if totals is not None:
+            totals[: len(k)] += product(k, v, hidden if not self._finite else None)
         if wanted.slopes:
             u = self._weights["u", index][own]
             for factor in (v.T, u) if v.shape[-1] == 1 else (np.matmul(u, v.T),):  # BLAS is slow on vectors
@@ -159,6 +181,7 @@ class Rows:
             if wanted.moments:
                 self._results.moments[rows] += np.einsum("ij,ij->i", slope, w)
             self._pull(index, own, others, slope, room)
+        return k
 
     def _pull(self, index: Index, own: slice, others: slice, weights: ndarray, room: ndarray) -> None:
         """Add the differences of a tile's points, weighed; arrays of its size made anew would be slow to come by."""
@@ -194,28 +217,21 @@ class Rows:
 
 
 class _LogSum:
-    """The base-2 logarithm of a sum of powers of 2, row by row, from tiles: the sum l relative to 2^m.
+    """The base-2 logarithm of a sum of powers of 2, row by row, from tiles: the sum l relative to 2^m."""
 
-    Of `bounded` exponents, at most 0 and not far from it, m stays 0.
-    """
+    def __init__(self, rows: int, dtype: np.dtype) -> None:
+        self._m, self._l = np.full(rows, -np.inf, dtype), np.zeros(rows)
 
-    def __init__(self, rows: int, dtype: np.dtype, bounded: bool) -> None:
-        self._m, self._l, self._bounded = np.full(rows, 0 if bounded else -np.inf, dtype), np.zeros(rows), bounded
-
-    def add(self, s: ndarray, factors: ndarray, hidden: Any) -> None:
-        """Add 2^s of a tile, times factors of its keys."""
-        if not self._bounded:
-            if hidden is not None:
-                np.copyto(s, -np.inf, where=hidden)
-            m = np.maximum(self._m, s.max(-1))
-            reference = np.where(np.isfinite(m), m, 0)
-            s -= reference[:, None]
-            self._l *= np.exp2(self._m - reference, dtype=np.float64)
-            self._m = m
-        powers = power_of_2(s, self._bounded)
-        if self._bounded and hidden is not None:
-            np.copyto(powers, 0, where=hidden)
-        self._l += powers @ factors
+    def add(self, s: ndarray, hidden: Any) -> None:
+        """Add 2^s of a tile."""
+        if hidden is not None:
+            np.copyto(s, -np.inf, where=hidden)
+        m = np.maximum(self._m, s.max(-1))
+        reference = np.where(np.isfinite(m), m, 0)
+        s -= reference[:, None]
+        self._l *= np.exp2(self._m - reference, dtype=np.float64)
+        self._m = m
+        self._l += power_of_2(s, False) @ np.ones_like(s[0])
 
     def total(self) -> ndarray:
         """Return the logarithm."""
@@ -312,7 +328,9 @@ def operands(
             left, right = [*left, -rests[0], -of_rows], [*right, of_keys, rests[1]]
     else:
         left, right = _expanded(*[((p - centre) * float(root)).astype(dtype) for p in (x, y)])
-    if logs is not None:
+    if logs is not None and bounded:
+        of_keys = np.exp2(logs - greatest).astype(work)[:, None] * of_keys
+    elif logs is not None:
         right.append((logs - greatest)[:, None])
         left.append(np.ones_like(left[1]))
     left, right = (np.concatenate(columns, -1, dtype=dtype, casting="same_kind") for columns in (left, right))

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 from cuattn import errors, masks, pairwise
 from cuattn.pairwise import attention, logsums, products
@@ -51,6 +52,32 @@ def test_few_coordinates_are_as_good_as_differences(given, d, spread):
     exact, plain = (problem.matvec(dtype)[:70] for dtype in (wide, given))
     error, allowed = (np.abs(part - exact) / exact for part in (found, plain))
     assert error.max() <= 2 * allowed.max() + eps(given)
+
+
+@pytest.mark.parametrize("given", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("d", "kernel", "spread"), [(3, "gaussian", 1.0), (3, "gaussian", 30.0), (11, "matern32", 1.0)]
+)
+def test_pairs_of_points_with_themselves(given, d, kernel, spread):
+    """A tile of kernel values serves its mirror image, too: as good as without, in as many threads as one likes."""
+    rng, n, wide = np.random.default_rng(0), 1500, np.longdouble if given == np.float64 else np.float64
+    problem = Problem(d, 2, n, 1, spread, given)
+    problem.y, problem.b, problem.h = problem.x.copy(), rng.random((n, 2)).astype(given), rng.random(n).astype(given)
+    call = {
+        "matvec": lambda y: pairwise.matvec(problem.x, y, problem.b, bandwidth=1.0, kernel_function=kernel),
+        "softmin": lambda y: pairwise.softmin(problem.x, y, problem.h, eps=1.0),
+    }
+    for name, of in call.items():
+        found = []
+        for threads in (1, 3):
+            with threadpool_limits(threads, user_api="blas"):
+                found.append(of(problem.y))
+        assert found[0].tobytes() == found[1].tobytes()
+        if name == "matvec":
+            exact, plain = (problem.matvec(dtype, kernel)[:200] for dtype in (wide, given))
+        else:
+            exact, plain = (problem.weights(dtype, 1.0)[0][:200] for dtype in (wide, given))
+        assert_close(found[0][:200], exact, plain, dtype=given, magnitude=2.0 * d, name=name)
 
 
 @pytest.mark.parametrize("spread", [1, 10])
