@@ -28,6 +28,7 @@ from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 _ROWS, _KEYS = 512, 256  # of a tile: it fits a core's share of the second cache
 _FEWEST = 64  # rows of a small product
 _MOST_COLUMNS = 16  # of sums that each row tile has of all points, and that repay computing kernel values once
+_WIDE_DIM = 16  # coordinates of float32 points whose exponents repay being float64 where those are then in range
 _NANOSECONDS = 1.0  # of a pair
 _LOST = 2.0**-21  # of the square of a distance from the centre, what float32 products lose
 _WORTH_TELLING = 0.01
@@ -110,13 +111,20 @@ class Rows:
             points, factors = (self._x[index], self._y[index]), gaussian and not self._wanted.moments
             given = dict(scale=self._scale, logs=logs, exact=self._exact, smooth=gaussian, factors=factors)
             found = operands(*points, **given)
-            if logs is not None and not found.bounded and BASE_2 and self._exact and self._dtype != np.float64:
+            if (
+                logs is not None
+                and not found.bounded
+                and BASE_2
+                and self._dim <= _WIDE_DIM
+                and self._dtype != np.float64
+            ):
                 wide = operands(*[p.astype(np.float64) for p in points], **given)  # cheaper than a row's references
                 found = wide if wide.bounded else found
             for name, factor in (("u", found.of_rows), ("v", found.of_keys)):
                 w = getattr(self._wanted, name)
                 self._weights[name, index] = factor if w is None else w[index] * factor
-            self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 / self._function.base)
+            if found.of_keys.dtype == self._dtype:
+                self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 / self._function.base)
             self._operands[index] = found
         return index, number, self.turns.take(group) if self._symmetric else nullcontext()
 
