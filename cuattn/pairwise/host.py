@@ -3,7 +3,7 @@
 An exponent is a squared distance times a scale, which is in the points already.  Up to DIRECT_DIM coordinates it is as
 good as from differences of coordinates, at a fraction of the time: points, relative to their mean, are split in parts
 with few enough digits that products of these are exact, and rests.  Products of float32 points that lie too far apart
-for that are taken in float64.
+for that are taken in float64.  Points too near one another even for that are subtracted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,21 @@ _FEWEST = 64  # rows of a small product
 _MOST_COLUMNS = 16  # of sums that each row tile has of all points, and that repay computing kernel values once
 _WIDE_DIM = 16  # coordinates of float32 points whose exponents repay being float64 where those are then in range
 _NANOSECONDS = 1.0  # of a pair
+_NEAR = 2.0**-10  # of the points' extent: distances of many coordinates that are taken anew
 _LOST = 2.0**-21  # of the square of a distance from the centre, what float32 products lose
 _WORTH_TELLING = 0.01
 _DIGITS = {np.dtype(np.float32): 11, np.dtype(np.float64): 22}  # of the coarse parts, in bits
 _LOG2_E = math.log2(math.e)
 
 Index = tuple[int, ...]
+
+
+class Close(NamedTuple):
+    """Rows and keys of pairs whose points are near one another, and the points' differences."""
+
+    rows: ndarray
+    keys: ndarray
+    differences: ndarray
 
 
 class Rows:
@@ -110,6 +119,7 @@ class Rows:
             gaussian = self._function is FUNCTIONS["gaussian"]
             points, factors = (self._x[index], self._y[index]), gaussian and not self._wanted.moments
             given = dict(scale=self._scale, logs=logs, exact=self._exact, smooth=gaussian, factors=factors)
+            given["sharp"] = self._function is FUNCTIONS["laplacian"]
             found = operands(*points, **given)
             if (
                 logs is not None
@@ -131,16 +141,15 @@ class Rows:
     def _tile(self, item: tuple[Index, int, AbstractContextManager[None]]) -> None:
         """Sum over all keys for a tile of rows."""
         index, tile, turn = item
-        left, right, centre, _, bounded, greatest, _, of_keys = self._operands[index]
+        left, right, centre, _, bounded, greatest, _, of_keys, near = self._operands[index]
         rows = slice(tile * _ROWS, min((tile + 1) * _ROWS, self._rows))
         instances = [mask.instance(index) for mask in self._masks]
         states = self._states(instances, tile)
         logs = _LogSum(rows.stop - rows.start, self._dtype) if self._wanted.logs and not bounded else None
         mirrored = self._symmetric and logs is None
+        totals = None if self._results.sums is None else self._results.sums[index][rows]
         if mirrored:
-            totals = np.zeros((self._rows - rows.start, self._weights["v", index].shape[-1]))
-        else:
-            totals = None if self._results.sums is None else self._results.sums[index][rows]
+            totals = np.zeros((self._rows - rows.start, totals.shape[-1]))
         work = of_keys.dtype
         products, rounded, room = (np.empty((_ROWS, _KEYS), dtype) for dtype in (left.dtype, work, centre.dtype))
         for number in range(rows.start // _KEYS if mirrored else 0, cdiv(self._keys, _KEYS)):
@@ -149,13 +158,14 @@ class Rows:
             keys = slice(number * _KEYS, min((number + 1) * _KEYS, self._keys))
             hidden = None if states is None or states[number] == FULL else self._hidden(instances, rows, keys)
             s = _multiply(left[rows], right[:, keys], _part(products, rows, keys))
+            close = self._differ(index, rows, keys, s, near) if near and s.max() > -near else None
             if s.dtype != work:
                 wide, s = s, _part(rounded, rows, keys)
                 np.copyto(s, wide, casting="same_kind")
             if logs is not None:
                 logs.add(s, hidden)
                 continue
-            k = self._add(index, rows, keys, s, hidden, totals, _part(room, rows, keys))
+            k = self._add(index, rows, keys, s, hidden, totals, close, _part(room, rows, keys))
             if mirrored and keys.start >= rows.stop:
                 totals[keys.start - rows.start : keys.stop - rows.start] += k.T @ self._weights["v", index][rows]
         if logs is not None:
@@ -164,7 +174,25 @@ class Rows:
             with turn:
                 self._results.sums[index][rows.start :] += totals
 
-    def _add(self, index: Index, own: slice, others: slice, s: ndarray, hidden: Any, totals: Any, room: ndarray) -> Any:
+    def _differ(self, index: Index, rows: slice, keys: slice, s: ndarray, near: float) -> Close:
+        """Replace a tile's exponents of points `near` one another by those of differences, which are returned."""
+        places = np.nonzero(s > -near)
+        of_row, of_key = places
+        differences = np.subtract(self._x[index][rows][of_row], self._y[index][keys][of_key], dtype=np.float64)
+        s[places] = -self._scale * np.square(differences).sum(-1)
+        return Close(*places, differences)
+
+    def _add(
+        self,
+        index: Index,
+        own: slice,
+        others: slice,
+        s: ndarray,
+        hidden: Any,
+        totals: ndarray | None,
+        close: Close | None,
+        room: ndarray,
+    ) -> ndarray:
         """Add what one tile has to sums, the rows' `totals`, and slopes; return its kernel values."""
         wanted, bounded, rows, keys = self._wanted, self._operands[index].bounded, (*index, own), (*index, others)
         if hidden is not None:
@@ -188,6 +216,10 @@ class Rows:
                 np.copyto(slope, 0, where=hidden)
             if wanted.moments:
                 self._results.moments[rows] += np.einsum("ij,ij->i", slope, w)
+            if close is not None:
+                weights = slope[close.rows, close.keys]
+                np.add.at(self._results.directions[rows], close.rows, weights[:, None] * close.differences)
+                slope[close.rows, close.keys] = 0
             self._pull(index, own, others, slope, room)
         return k
 
@@ -284,6 +316,8 @@ class Operands(NamedTuple):
         Of the keys' logarithms of base 2, which exponents have then in addition, less this one.
     of_rows, of_keys : ndarray, (M, 1) and (N, 1)
         What powers of 2 are yet to be multiplied by.
+    near : float
+        Exponents less than this below 0 are not as good as is asked.
     """
 
     left: ndarray
@@ -294,10 +328,19 @@ class Operands(NamedTuple):
     greatest: float
     of_rows: ndarray
     of_keys: ndarray
+    near: float
 
 
 def operands(
-    x: ndarray, y: ndarray, scale: float, logs: ndarray | None, *, exact: bool, smooth: bool, factors: bool
+    x: ndarray,
+    y: ndarray,
+    scale: float,
+    logs: ndarray | None,
+    *,
+    exact: bool,
+    smooth: bool,
+    factors: bool,
+    sharp: bool = False,
 ) -> Operands:
     """Return the operands of a matrix product for points.
 
@@ -312,6 +355,8 @@ def operands(
         Whether what is computed of exponents is infinitely often so at distance 0.
     factors : bool
         Whether powers of 2 may have factors.
+    sharp : bool
+        Whether it has a slope at distance 0.
     """
     work, root = x.dtype, np.sqrt(np.longdouble(scale))
     dtype = np.dtype(np.float64) if exact else work
@@ -326,7 +371,9 @@ def operands(
     if exact and bounded and smooth:
         dtype = work
     of_rows, of_keys = (np.ones((len(p), 1), work) for p in (x, y))
-    if exact and dtype == work and x.shape[-1] <= DIRECT_DIM:
+    few = x.shape[-1] <= DIRECT_DIM
+    split = exact and dtype == work and few
+    if split:
         unit = 2.0 ** (math.frexp(reach)[1] - _DIGITS[dtype])
         wider = np.longdouble if work == np.float64 else np.float64
         left, right, rests = _split(*[(p - centre.astype(wider)) * root.astype(wider) for p in (x, y)], unit)
@@ -341,8 +388,14 @@ def operands(
     elif logs is not None:
         right.append((logs - greatest)[:, None])
         left.append(np.ones_like(left[1]))
+    # What products lose of squares, in units of a result: of greater ones roots and their inverses lose less.
+    lost = (2.0**-72 if split else 2.0**-52) * reach**2 / float(np.finfo(work).eps)
+    if sharp:
+        near = max(lost, lost**2) if few else min(lost, (_NEAR * reach) ** 2)
+    else:
+        near = -least(work) if few and logs is None and lost > 1 else 0.0
     left, right = (np.concatenate(columns, -1, dtype=dtype, casting="same_kind") for columns in (left, right))
-    return Operands(left, np.ascontiguousarray(right.T), centre, reach, bounded, greatest, of_rows, of_keys)
+    return Operands(left, np.ascontiguousarray(right.T), centre, reach, bounded, greatest, of_rows, of_keys, near)
 
 
 def _largest(numbers: ndarray) -> float:
