@@ -236,6 +236,22 @@ def test_the_cotangent_of_lse_reaches_the_preprocess(kernel, driver):
         assert bool(first.argument["dlse.data"]) == asked
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("operation", ["backward", "backward_jvp"])
+def test_values_without_columns_leave_the_cotangent_of_lse(operation, dtype, driver):
+    case = LARGE._replace(dtype=np.dtype(dtype), head_dim_v=0)
+    for asked in (False, True):
+        call = prepared(case, operation, dlse=asked)
+        done, _ = driver.run(families.launch_sequence(*call[:3]), call.addresses)
+        launches = [each for each in done if isinstance(each, Launch)]
+        assert bool(launches) == asked
+        for launch in launches:
+            assert all(launch.grid)
+            if "attention" in launch.kernel:
+                assert launch.argument["v.data"] == launch.argument["k.data"] == call.addresses["k"]
+            compile_log(source.build(launch.path, launch.constants), "sm_90", launch.path)
+
+
 @pytest.mark.parametrize("name", ["bias row", "d64", "float32 d64", "grouped"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_may_stay_unrounded(name, deterministic, driver):
