@@ -20,7 +20,7 @@ import numpy as np
 from cuattn.cuda.arguments import Array, Change, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
 from cuattn.cuda.functions import Functions
-from cuattn.cuda.launch import Kernel
+from cuattn.cuda.launch import Idle, Kernel, Piece
 from cuattn.cuda.tables import KeptTables, MaskTables, kept_of
 from cuattn.errors import UnsupportedError
 from cuattn.io_model.sizes import align_up
@@ -77,6 +77,8 @@ class LaunchSequence:
         self._number, self._place = next(_numbers), f"cuda:{device}"
         self._tables: list[MaskTables] = []
         self._kernels: list[Kernel] = []
+        # By whether the call is a part: what a part's place changes no other call would change back.
+        self._idle, self._placed = Idle(), Idle()
         *self._offsets, self.scratch_bytes = accumulate(
             (align_up(array.nbytes) for array in scratch.values()), initial=0
         )
@@ -156,24 +158,35 @@ class LaunchSequence:
             held = (*held, kept)
             needed += self._counter_bytes
         results, places, keep = allocate(needed, capturing, held)
-        known = [0, *addresses, *places]
-        free = known.pop()
+        listed = [0, *addresses, *places]
+        free = listed.pop()
         if not self._kernels:  # there is nothing to compute
             self._zero_results(places, stream)
         if self._offsets:
-            known += [free + offset for offset in self._offsets]
+            listed += [free + offset for offset in self._offsets]
         if self._counter_bytes:
-            known.append(self._counters(stream, free + needed - self._counter_bytes if capturing else 0))
+            listed.append(self._counters(stream, free + needed - self._counter_bytes if capturing else 0))
+        known = tuple(listed)
         if kept:
             tables = kept.addresses
         else:
             tables = self._filled(masks, known[self._plain], shift, free + self.scratch_bytes, stream)
-        with_numbers = [*changes, *self._functions.changes(numbers)] if numbers else changes
-        for kernel in self._kernels:
+        with_numbers = changes
+        if numbers:
+            with_numbers = self._functions.changes(numbers)
+            with_numbers = [*changes, *with_numbers] if changes else with_numbers
+        idle = self._idle if place is None else self._placed
+        pieces = idle.pop(known, None) or self._pieces(known, idle.oldest())
+        for kernel, piece in zip(self._kernels, pieces, strict=True):
             own = with_numbers if kernel.is_traced else changes if kernel.is_placed else ()
-            kernel.launch(known, handle, tables, own, place is None)
+            kernel.start(piece, handle, tables, own)
+        idle[known] = pieces
         del keep
         return results
+
+    def _pieces(self, addresses: tuple[int, ...], pieces: Sequence[Piece] | None) -> list[Piece]:
+        """Return the arguments of all launches at some addresses, in memory of their own or in that of others."""
+        return [kernel.filled(addresses, pieces and pieces[number]) for number, kernel in enumerate(self._kernels)]
 
     def _kept(self, masks: Sequence[Any], shift: int, stream: Any, capturing: bool) -> KeptTables | None:
         """Return the tables that masks keep, or None where the call must fill tables of its own.
