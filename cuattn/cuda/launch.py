@@ -167,11 +167,12 @@ class Kernel:
         """
         addresses = tuple(addresses)
         piece = self._idle.pop(addresses, None) or self.filled(addresses, self._idle.oldest())
-        self.start(piece, stream, (), changes)
+        self.change(piece, (), changes)
+        self.start(piece, stream)
         self._idle[addresses] = piece
 
-    def start(self, piece: Piece, stream: int, tables: Sequence[int] = (), changes: Sequence[Change] = ()) -> None:
-        """Launch with arguments that are :meth:`filled`, `tables` are further addresses; the rest as for `launch`."""
+    def change(self, piece: Piece, tables: Sequence[int], changes: Sequence[Change]) -> None:
+        """Write the addresses of tables, and changes as of :meth:`launch`, where a piece has others."""
         if tables is not piece.tables:
             for word, index in self._table_slots:
                 piece.words[word] = tables[index]
@@ -180,9 +181,8 @@ class Kernel:
             for half, value in changes:
                 piece.halves[half] = value
             piece.changes = changes
-        self._start(piece, stream)
 
-    def _start(self, piece: Piece, stream: int) -> None:
+    def start(self, piece: Piece, stream: int) -> None:
         """Launch with the arguments of a piece, which the driver copies."""
         launch = _thread.launch or _prepare_thread()
         _held, told, early = self._launched

@@ -124,7 +124,7 @@ def driver(monkeypatch):
         monkeypatch.setattr(module, "zero", driver.zero)
     merge.merge_sequence.cache_clear()
     monkeypatch.setattr(sequence, "counters_of", lambda stream, device: TICKET)
-    monkeypatch.setattr(launch.Kernel, "_start", lambda *arguments: driver.start(*arguments))
+    monkeypatch.setattr(launch.Kernel, "start", lambda *arguments: driver.start(*arguments))
     monkeypatch.setattr(tensor_map, "describe", lambda at, dtype, view: tensor_map.TensorMap(at, view))
     monkeypatch.setattr(tables.MaskTables, "sources", _sources)
     yield driver

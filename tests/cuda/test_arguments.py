@@ -86,7 +86,7 @@ def test_arguments_hold_values_and_addresses(monkeypatch):
         started.append(record_of(piece))
         pieces.append(piece)
 
-    monkeypatch.setattr(Kernel, "_start", start)
+    monkeypatch.setattr(Kernel, "start", start)
     monkeypatch.setattr(launch, "_KEPT", 2)
     made = kernel({"n_keys": 7, "q.row": -3, "scale": 0.5})
     for addresses in ((11, 12), (13, 14), (11, 12), (15, 16), (13, 14)):
@@ -103,13 +103,14 @@ def test_arguments_hold_values_and_addresses(monkeypatch):
 def test_addresses_of_tables_are_those_of_the_launch(monkeypatch):
     """Whether a launch is given the tables of the one before, equal ones, others or none."""
     started = []
-    monkeypatch.setattr(Kernel, "_start", lambda self, piece, stream: started.append(record_of(piece)))
+    monkeypatch.setattr(Kernel, "start", lambda self, piece, stream: started.append(record_of(piece)))
     tables = {"table.cols": 0, "table.bits": 1}
     made = kernel({}, more_slots={slot: slot for slot in tables}, tables=tables)
     first, second = [21, 22], [31, 32]
     piece = made.filled((11, 12))
     for given in (first, first, second, [*second], first):
-        made.start(piece, 0, given)
+        made.change(piece, given, ())
+        made.start(piece, 0)
         record = started.pop()
         assert [record[slot] for slot in tables] == given and (record["q.data"], record["o.data"]) == (11, 12)
 
