@@ -17,7 +17,8 @@ from cuattn.results import Forward, Gradients, Jvp
 from cuattn.rng import RNGState, recorded
 
 # `_make` in half the time
-_options, _forward, _gradients = (partial(tuple.__new__, kind) for kind in (Options, Forward, Gradients))
+_options, _forward = partial(tuple.__new__, Options), partial(tuple.__new__, Forward)
+_gradients = partial(tuple.__new__, Gradients)
 
 ArrayT = TypeVar("ArrayT")
 Function = TypeVar("Function", bound=Callable[..., Any])

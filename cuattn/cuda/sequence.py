@@ -190,12 +190,16 @@ class LaunchSequence:
         more = self._functions.changes(numbers)
         return [*changes, *more] if changes else more
 
-    def _pieces(self, known: tuple[int, ...], pieces: Sequence[tuple[Kernel, Piece]] | None) -> list:
+    def _pieces(self, known: tuple[int, ...], pieces: list[tuple[Kernel, Piece]] | None) -> list[tuple[Kernel, Piece]]:
         """Return each kernel with its arguments at some addresses, in memory of their own or in that of others."""
-        *given, free, counters = known
-        addresses = [0, *given, *[free + offset for offset in self._offsets], counters]
-        memory = [piece for _, piece in pieces] if pieces else [None] * len(self._kernels)
-        return [(kernel, kernel.filled(addresses, old)) for kernel, old in zip(self._kernels, memory, strict=True)]
+        *addresses, free, counters = 0, *known
+        if self._offsets:
+            addresses += [free + offset for offset in self._offsets]
+        addresses.append(counters)
+        pieces = pieces or [(kernel, kernel.piece()) for kernel in self._kernels]
+        for kernel, piece in pieces:
+            kernel.fill(piece, addresses)
+        return pieces
 
     def _kept(
         self, masks: Sequence[Any], shift: int, stream: Any, capturing: bool, known: dict[int, KeptTables]

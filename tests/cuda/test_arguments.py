@@ -95,8 +95,8 @@ def test_arguments_hold_values_and_addresses(monkeypatch):
         assert (record["n_keys"], record["q.row"], record["scale"]) == (7, -3, 0.5)
         assert (record["q.data"], record["o.data"], record["k.data"]) == (*addresses, 0)
     assert [pieces.index(piece) for piece in pieces] == [0, 1, 0, 1, 0]  # the oldest is taken for others
-    assert {*made._idle} == {(13, 14), (15, 16)} and record_of(made._piece())["q.data"] == 0
-    piece = kernel({}, maps=["a", "b"])._piece()
+    assert {*made._idle} == {(13, 14), (15, 16)} and record_of(made.piece())["q.data"] == 0
+    piece = kernel({}, maps=["a", "b"]).piece()
     assert len(piece.words) == PARAMS.itemsize // 8 + 3 and piece.arguments == piece.words[-3] + PARAMS.itemsize
 
 
@@ -107,7 +107,8 @@ def test_addresses_of_tables_are_those_of_the_launch(monkeypatch):
     tables = {"table.cols": 0, "table.bits": 1}
     made = kernel({}, more_slots={slot: slot for slot in tables}, tables=tables)
     first, second = [21, 22], [31, 32]
-    piece = made.filled((11, 12))
+    piece = made.piece()
+    made.fill(piece, (11, 12))
     for given in (first, first, second, [*second], first):
         made.change(piece, given, ())
         made.start(piece, 0)
@@ -156,7 +157,7 @@ def changed(piece, changes):
 
 def test_random_state_replaces_the_one_before(monkeypatch):
     monkeypatch.setattr(arguments, "check_reachable", lambda *_: None)
-    piece = kernel({"dropout.batch": 9})._piece()
+    piece = kernel({"dropout.batch": 9}).piece()
     for state in (RNGState(77, SimpleNamespace(__cuda_array_interface__={"data": (64, True)})), RNGState(SEED, 5)):
         record = changed(piece, arguments.state_changes(state, 0))
         assert record["dropout.batch"] == 9
@@ -179,7 +180,7 @@ def test_an_offset_is_read_on_its_own_gpu(monkeypatch):
 def test_a_place_is_written_and_nothing_else():
     p = problem(band=Band(7, 2, 10), dropout=1)
     values = arguments.problem_fields(p, arguments.collapse((2,), ()))
-    piece = kernel(values)._piece()
+    piece = kernel(values).piece()
     before = record_of(piece).copy()
     assert (before["band_left"], before["band_right"]) == (-3, 12)
     place = Place(3, 5, 40, row=64, key=32, shift=-100)
