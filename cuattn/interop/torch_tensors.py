@@ -99,6 +99,7 @@ class _FromTorch:
         torch = sys.modules["torch"]
         names = {theirs: ours for ours, theirs in _dtypes(torch).items()}
         self._wanted, self._new, self._byte = wanted, constructor(torch, "cuda"), torch.uint8
+        self._address = torch.Tensor.data_ptr
         self._tensors = [(shape, strides_of(shape), names[dtype]) for shape, dtype in wanted]
 
     def __call__(self, scratch_bytes, together, held):
@@ -107,7 +108,7 @@ class _FromTorch:
             return self._one_piece(scratch_bytes, held)
         new = self._new
         results = list(starmap(new, self._tensors))
-        addresses = [result.data_ptr() for result in results]
+        addresses = list(map(self._address, results))
         scratch = new((scratch_bytes,), (1,), self._byte) if scratch_bytes else None
         addresses.append(scratch.data_ptr() if scratch_bytes else 0)
         return results, addresses, scratch
