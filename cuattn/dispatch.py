@@ -180,8 +180,17 @@ def _memo(size: int) -> Callable[..., _Known]:
 
 
 _known = _memo(1024)  # by kinds of masks and functions
-_of_functions = _memo(256)  # by the functions themselves; masks that they are hold tables
-_OF_MASK = 16  # calls that each mask remembers, as long as it lives
+_of_masks = _memo(64)  # by functions that are masks, which hold tables
+_OF_ONE = 32  # calls that a mask or the function of a score remembers, as long as it lives
+_epoch = object()
+
+
+def forget() -> None:
+    """Forget every call."""
+    global _epoch
+    _epoch = object()
+    _known.cache_clear()
+    _of_masks.cache_clear()
 
 
 def _cell(call: Call, layouts: Any, memo: Callable[..., _Known], masks: Any, who: Any, place: Any) -> _Known:
@@ -213,7 +222,7 @@ def _kinds(call: Call) -> tuple[Any, ...]:
 def _themselves(call: Call) -> tuple[Any, ...] | None:
     """Return the same of the cell of calls with these very masks and functions; None where one must be traced.
 
-    It is a mask's own, so that nothing of the mask outlives it.
+    The first mask has it, or the score's function, so that it does not outlive them.
     """
     score, function, masks = call.score, call.function, call.masks
     who, place = None, None if call.origin is None else False  # a part, but of one piece
@@ -223,13 +232,12 @@ def _themselves(call: Call) -> tuple[Any, ...] | None:
             return None
     if function is not None:
         visible = _scoring().recall(function)
-        if visible is None:
-            return None
-        who, place = (who, visible), call.origin
-    if not masks:
-        return _of_functions, (), who, place
-    own = masks[0]._cache
-    return own.get("calls") or own.setdefault("calls", _memo(_OF_MASK)), masks[1:], who, place
+        return visible and (_of_masks, visible, who, call.origin)
+    if masks:
+        own, masks = masks[0]._cache, masks[1:]
+    else:
+        own, who = who[0].calls, who[1:]
+    return own.get(_epoch) or own.setdefault(_epoch, _memo(_OF_ONE)), masks, who, place
 
 
 def compute(call: Call) -> tuple[list[Any], Any]:
@@ -334,7 +342,7 @@ def _remember(warm: _Known, known: _Known, call: Call, function: Any, **way: Any
     """Tell a cell what a call came to, whose argument mask was a function or is None."""
     masks, score = None if function is None else call.masks, call.score
     told = () if score is None else (score.whole, score.traced, score.whole.split[0])
-    numbers = () if score is None else score.own_numbers
+    numbers = () if score is None else score.own_numbers if known.sequence else None
     vars(warm).update({**vars(known), **way, "score": told, "numbers": numbers, "masks": masks, "kept": {}})
 
 

@@ -84,11 +84,11 @@ class Score:
             raise ArgumentError(f"{label} has {what}; expected a tuple of {n}, one for each item of score_args")
         return dict(zip(_TANGENTS, tangents, strict=False))
 
-    def recall(self) -> Any:
-        """Return what tells the function and the kinds of the numbers among its arguments; None if it is not known."""
+    def recall(self) -> tuple[Any, ...] | None:
+        """Return what is known of the function, and the kinds of its arguments that are numbers; None if nothing is."""
         known = recall(self._function)
         if known is None or self._count == len(self._args):
-            return known
+            return known and (known,)
         numbers = [(n, x) for n, x in enumerate(self._args) if not hasattr(x, "__dlpack__")]
         return known, *[kind_of_argument(SCORE, n, x) for n, x in numbers]
 

@@ -54,9 +54,9 @@ def calls(driver, monkeypatch):
     monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: Stream())
     monkeypatch.setattr(interop.ArrayOrigin, "allocator", allocator)
     monkeypatch.setattr(interop, "_kinds", {})
-    dispatch._known.cache_clear()
+    dispatch.forget()
     yield prepared
-    dispatch._known.cache_clear()
+    dispatch.forget()
 
 
 def test_a_warm_call_is_not_checked_again(calls, driver):
@@ -336,12 +336,19 @@ def test_warm_calls_on_the_host_compute_what_the_first_did(kind):
     x = np.random.default_rng(0).standard_normal((2, 2, 40, 16), np.float32)
     torch = pytest.importorskip("torch") if kind == "torch" else None
 
+    rate = 1.0
+
     def score(s, b, h, i, j, slope, factor):
         return s + slope[h] * factor * (j - i)
 
+    def own(s, b, h, i, j, slope):
+        return s + slope[h] * (j - i) * rate
+
     def computed(x, slope, factor, mask):
         q, args = (torch.from_numpy(x), (torch.from_numpy(slope), factor)) if torch else (x, (slope, factor))
-        return np.asarray(cuattn.attention(q, q, q, score=score, score_args=args, mask=mask))
+        return np.asarray(cuattn.attention(q, q, q, score=score, score_args=args, mask=mask)), np.asarray(
+            cuattn.attention(q, q, q, score=own, score_args=args[:1], mask=mask)
+        )
 
     def formula(x, slope, factor, mask):
         i, j = np.mgrid[:40, :40]
@@ -360,4 +367,18 @@ def test_warm_calls_on_the_host_compute_what_the_first_did(kind):
         ]
     for _ in range(2):
         for one in given:
-            np.testing.assert_allclose(computed(*one), formula(*one), atol=2e-5)
+            rate = one[2]
+            for found in computed(*one):
+                np.testing.assert_allclose(found, formula(*one), atol=2e-5)
+
+
+def test_calls_can_be_forgotten(calls):
+    """Also those that masks and functions remember."""
+    q, mask = gpu_array((2, 100, 64)), masks.document([40, 60])
+    given = {}, {"mask": mask}, {"score": lambda s, b, h, i, j: s * i}, {"mask": lambda b, h, i, j: i * j % 5 > 0}
+    for turn in (1, 2):
+        for _ in range(3):
+            for options in given:
+                cuattn.forward(q, q, q, **options)
+        assert len(calls) == turn * len(given)
+        dispatch.forget()

@@ -120,10 +120,13 @@ class Known:
         What it was traced to, by what of its arguments counts.
     watched : list
         References to what it captures, whose ends make it unknown.
+    calls : dict
+        What others keep as long as it is known.
     """
 
     traced: dict[Hashable, Traced]
     watched: list[Any]
+    calls: dict[Any, Any]
 
 
 @functools.lru_cache(_MOST)
@@ -177,10 +180,12 @@ def trace(
             traced = _trace(function, names, args, signature)
         if who is not None:
             key = tuple(who.parts)
-            if key not in _known:
-                _remember(_known, key, Known({}, watch(who.held, functools.partial(_known.pop, key))))
-            _remember(_known[key].traced, signature, traced)
-            _remember_snapshot(function, who, _known[key])
+            known = _known.get(key)
+            if known is None:
+                known = Known({}, watch(who.held, functools.partial(_known.pop, key)), {})
+                _remember(_known, key, known)
+            _remember(known.traced, signature, traced)
+            _remember_snapshot(function, who, known)
     return traced
 
 
