@@ -199,14 +199,14 @@ def test_calls_of_one_mask_share_its_tables(driver, monkeypatch):
     sequences, stream = [families.launch_sequence(*call[:3]) for _ in range(2)], Stream()
     for made_for in sequences:
         for _ in range(2):
-            kept = made_for._kept(call.masks, 0, stream, False)
+            kept = made_for._kept(call.masks, 0, stream, False, {})
             assert kept.addresses == [address for table in kept.tables for address in table.addresses]
             assert {one() for one in made} == {*kept.tables}
     before = len(made)
-    assert not waiting and sequences[0]._kept(call.masks, 0, Stream(), True).tables == kept.tables
+    assert not waiting and sequences[0]._kept(call.masks, 0, Stream(), True, {}).tables == kept.tables
     assert len(waiting) == before
-    assert sequences[0]._kept(call.masks, 3, stream, True) is None
-    assert sequences[0]._kept(call.masks, 3, stream, False) and len(made) == 2 * before
+    assert sequences[0]._kept(call.masks, 3, stream, True, {}) is None
+    assert sequences[0]._kept(call.masks, 3, stream, False, {}) and len(made) == 2 * before
     del kept, call
     gc.collect()
     assert not any(one() for one in made)
