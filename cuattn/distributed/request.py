@@ -193,8 +193,13 @@ class Request:
         bias = self.arrays["bias"]
         if bias.shape[-1] not in (1, self.keys.n):
             raise ShapeError(f"bias has shape {tuple(bias.shape)}; expected this rank's rows by all {self.keys.n} keys")
-        if all(n == 1 for n in rows) and max(self.rows.lengths) > 1:
+        own = self.arrays["q"].shape[-2]
+        if all(n == 1 for n in rows) and any(n != 1 for n in self.rows.lengths):
             self.arrays["key_bias"] = self.arrays.pop("bias")
+        elif bias.shape[-2] != own:
+            raise ShapeError(
+                f"bias has shape {tuple(bias.shape)}; expected {own} rows, this rank's, or 1 on every rank"
+            )
 
     def _check_part(self) -> None:
         """Check everything else, as for the part of this rank's rows and keys."""
