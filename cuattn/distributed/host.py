@@ -69,7 +69,7 @@ class Process(Closing):
     def check(self) -> None:
         """Raise if an earlier call failed; with NCCL, which fails after the call, also if that has by now."""
         if self._nccl is not None and self._nccl.failed:
-            self._broken = self._broken or DistributedError("", {self.rank: self._nccl.failed})
+            self._broken = self._broken or DistributedError("NCCL failed", {self.rank: self._nccl.failed})
         if self._broken is not None:
             raise DistributedError("the comm is broken, since an earlier call failed", self._broken.ranks)
 

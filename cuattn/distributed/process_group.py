@@ -66,5 +66,5 @@ class OfProcessGroup(Process):
 
     def abort(self) -> None:
         """Let work that is under way fail; over gloo that of others does at their deadlines."""
-        self._broken = self._broken or DistributedError("", {self.rank: "called abort()"})
+        self._broken = self._broken or DistributedError("abort() was called", {self.rank: "called abort()"})
         self._group.abort()
