@@ -146,7 +146,7 @@ class Call:
     def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
         """Add the mask of a traced function to the call's, within one of its kind where one mask says both."""
         shapes = [arrays[name].shape for name in "qkv"]
-        for part in _function_mask(visible, *shapes, self.origin).parts:
+        for part in function_mask(visible, *shapes, self.origin).parts:
             alike = [mask for mask in self.masks if mask.kind == part.kind and not mask.on_device]
             joined = _joined(alike[0], part) if alike and not part.on_device else None
             others = self.masks if joined is None else [mask for mask in self.masks if mask is not alike[0]]
@@ -435,7 +435,7 @@ _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tab
 
 
 @lru_cache(maxsize=32)  # masks hold tables
-def _function_mask(bound: Any, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
+def function_mask(bound: Any, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
     """Return the mask that a function is for operands of these shapes; `bound` is what was traced."""
     from cuattn.masks.function import mask_of
 
