@@ -19,7 +19,7 @@
 using namespace pairwise;
 
 constexpr int kWarps = cfg::warps;
-constexpr float kNear = 4.f, kApart = 80.f, kMostApart = 30000.f, kWide = 60000.f, kMostKey = 6e7f, kMostReach = 1e4f;
+constexpr float kNear = 4.f, kApart = 80.f, kMostApart = 30000.f, kWide = 60000.f, kMostKey = 6e7f, kMostReach = 1e4f, kMostSum = 0x1p100f, kLeastLog = -126.f;
 
 // `products`: exponents by tensor cores; `shared`: by differences, with one reference for all rows; `own`: with a reference of each.
 enum Mode { products, shared, own };
@@ -229,12 +229,16 @@ struct NearRows {
         while (from >= 0) {
             sum_few(from, max(ahead, 0));
             bool fits = true;
-            unroll<kOwn>([&](int r) { fits = fits && sums[r] < limit; });
-            if (!referred && !__all_sync(~0u, fits)) {
-                refer(from);
-                prime(from);
-                referred = true;
-                continue;
+            unroll<kOwn>([&](int r) { fits = fits && !(sums[r] >= limit); });  // NaN stays
+            if (!__all_sync(~0u, fits)) {
+                if (!referred) {
+                    refer(from);
+                    prime(from);
+                    referred = true;
+                    continue;
+                }
+                // Neighbouring numbers as large as some exponents are further apart than a sum can tell.
+                unroll<kOwn>([&](int r) { sums[r] = ptx::min_nan(sums[r], kMostSum); });
             }
             unroll<kOwn>([&](int r) { l[r].add(sums[r]); });
             from = ahead;
@@ -248,9 +252,9 @@ struct NearRows {
             float sum = l[r].sum;
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            const float4 x = row(r);
-            const float log = m[r] + (log2f(sum) - square(x));
-            if (q == 0 && first + 16 * (r / 2) + 8 * (r % 2) + g < p.n_rows) logs[__float_as_int(x.w)] = m[r] < -1e29f ? -infinity<float>() : log;
+            const i32 index = first + 16 * (r / 2) + 8 * (r % 2) + g;
+            const float log = sum == 0.f ? kLeastLog : log2f(sum);
+            if (q == 0 && index < p.n_rows) logs[index] = m[r] + (log - square(row(r)));
         });
     }
 };
@@ -268,9 +272,13 @@ extern "C" __global__ __launch_bounds__(32 * kWarps, cfg::blocks) void pairwise_
 extern "C" __global__ __launch_bounds__(32 * kWarps) void pairwise_merge(const __grid_constant__ NearParams p) {
     const i32 row = blockIdx.x * (32 * kWarps) + threadIdx.x;
     if (row >= p.n_rows) return;
-    const i64 at = static_cast<i64>(blockIdx.z) * p.n_rows + row, apart = static_cast<i64>(gridDim.z) * p.n_rows;
-    float most = Range<float>::lowest, sum = 0;
+    const i64 batch = static_cast<i64>(blockIdx.z) * p.n_rows, at = batch + row, apart = static_cast<i64>(gridDim.z) * p.n_rows;
+    const float4 x = p.rows[at];
+    const float floor = p.floors[2 * static_cast<i64>(blockIdx.z) * p.of_warps];
+    const bool lost = isnan(floor) || isnan(x.x) || isnan(x.y) || isnan(x.z);
+    float most = lost ? nanf("") : Range<float>::lowest, sum = 0;
     for (int part = 0; part < p.parts; ++part) most = ptx::max_nan(most, p.of_parts[part * apart + at]);
     for (int part = 0; part < p.parts; ++part) sum += ptx::ex2(p.of_parts[part * apart + at] - most);
-    p.logs[at] = static_cast<float>((most + log2f(sum)) * (1 / kLog2e));
+    const float log = fabsf(most) > -0.1f * kHidden ? most * infinity<float>() : most + log2f(sum);
+    p.logs[batch + __float_as_int(x.w)] = static_cast<float>(log * (1 / kLog2e));
 }

@@ -173,6 +173,8 @@ struct LogSums {
             if (!fits) {
                 refer(rows, keys, factor);
                 sum_few(rows, keys, factor);
+                // Neighbouring numbers as large as some exponents are further apart than a sum can tell.
+                unroll<kRows>([&](int r) { sums[r] = sums[r] > Range<Acc>::most ? Range<Acc>::most : sums[r]; });
             }
             unroll<kRows>([&](int r) { tile_sums[r] += sums[r]; });
         }
@@ -188,8 +190,8 @@ __device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const 
         found.add(rows, tile, factor);
     }
     for_rows(p, [&](int r, i32 row) {
-        const Acc l = found.l[r].sum;
-        p.moments[share.of_blocks() * p.n_rows + row] = l == Acc(0) ? -infinity<Acc>() : found.m[r] + log2(l);
+        const Acc l = found.l[r].sum, m = found.m[r];
+        p.moments[share.of_blocks() * p.n_rows + row] = l != Acc(0) ? m + log2(l) : m == Range<Acc>::lowest ? -infinity<Acc>() : m;
     });
 }
 
