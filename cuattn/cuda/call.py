@@ -127,7 +127,7 @@ class Call:
 
     def addressed(self, name: str) -> str:
         """Return whose address stands for an array's: an empty one has none, and copies of nothing must name one."""
-        return "k" if name in self.arrays and not self.arrays[name].size else name
+        return "k" if name in self.arrays and 0 in self.arrays[name].shape else name
 
     @property
     def has_gradients(self) -> bool:

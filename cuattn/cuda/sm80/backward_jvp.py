@@ -101,7 +101,7 @@ class BackwardJvp(TangentCall):
     def _add_all(self, constants: Constants) -> None:
         self._add_rows(constants)
         for name, owner in _OWNERS.items():
-            if self.operands[name].size:
+            if 0 not in self.operands[name].shape:
                 self._add(name, owner, constants)
                 self._add_sums(name)
         if "bias" in self.operands:
