@@ -19,7 +19,7 @@
 using namespace pairwise;
 
 constexpr int kWarps = cfg::warps;
-constexpr float kNear = 4.f, kApart = 80.f, kMostApart = 30000.f, kWide = 60000.f, kMostKey = 6e7f, kMostReach = 1e4f, kMostSum = 0x1p100f, kLeastLog = -126.f;
+constexpr float kNear = 4.f, kApart = 80.f, kMostApart = 30000.f, kWide = 60000.f, kMostKey = 6e7f, kMostReach = 1e4f, kLarge = 0x1p25f, kLeastLog = -126.f;
 
 // `products`: exponents by tensor cores; `shared`: by differences, with one reference for all rows; `own`: with a reference of each.
 enum Mode { products, shared, own };
@@ -156,8 +156,11 @@ struct NearRows {
 #pragma unroll 2
         for (int n = 0; n < kFew / 4; ++n) {
             const float4 key = keys[from + 8 * (n / 2) + 2 * q + n % 2];
-            const float start = key.w - top;
-            unroll<kOwn>([&](int r) { sums[r] += ptx::ex2(fmaf(distance(x[r], key), -factor, one_reference ? start : key.w - m[r])); });
+            const float start = one_reference ? key.w - top : key.w;
+            unroll<kOwn>([&](int r) {
+                const float term = fmaf(distance(x[r], key), -factor, start);
+                sums[r] += ptx::ex2(one_reference ? term : term - m[r]);
+            });
         }
     }
 
@@ -196,7 +199,8 @@ struct NearRows {
         least = -warp_max(least);
         const float size = fmaxf(fmaxf(least, -most), 0.f);  // that all have, at least
         const float apart = most - least + 2.f * reach;
-        mode = reach <= fminf(fmaxf(kNear, size / 16.f), kMostReach) && apart < kMostApart ? products : most - least < kApart ? shared : own;
+        if (size > kLarge) mode = own;
+        else mode = reach <= fminf(fmaxf(kNear, size / 16.f), kMostReach) && apart < kMostApart ? products : most - least < kApart ? shared : own;
         limit = ptx::ex2(fminf(fmaxf(8.f, size / 16.f), 100.f));
         // whole numbers, of which the distance from the greatest is a half
         float own_top = Range<float>::lowest;
@@ -230,15 +234,11 @@ struct NearRows {
             sum_few(from, max(ahead, 0));
             bool fits = true;
             unroll<kOwn>([&](int r) { fits = fits && !(sums[r] >= limit); });  // NaN stays
-            if (!__all_sync(~0u, fits)) {
-                if (!referred) {
-                    refer(from);
-                    prime(from);
-                    referred = true;
-                    continue;
-                }
-                // Neighbouring numbers as large as some exponents are further apart than a sum can tell.
-                unroll<kOwn>([&](int r) { sums[r] = ptx::min_nan(sums[r], kMostSum); });
+            if (!referred && !__all_sync(~0u, fits)) {
+                refer(from);
+                prime(from);
+                referred = true;
+                continue;
             }
             unroll<kOwn>([&](int r) { l[r].add(sums[r]); });
             from = ahead;
