@@ -114,9 +114,10 @@ def test_large_exponents(monkeypatch, exponent, many):
     check(pairwise.softmin(*up(problem.x, problem.y, problem.h), eps=eps), exact, plain, 2)
 
 
+@pytest.mark.parametrize("many", [0, near._MANY])
 @pytest.mark.parametrize("infinite", ["x", "y", "h"])
-def test_infinite_points_and_weights(monkeypatch, infinite):
-    monkeypatch.setattr(near, "_MANY", 0)
+def test_infinite_points_and_weights(monkeypatch, infinite, many):
+    monkeypatch.setattr(near, "_MANY", many)
     problem = Problem(3, 1, 1000, 1500, 10.0)
     array = getattr(problem, infinite)
     array[(500, 2) if array.ndim == 2 else 500] = np.inf
