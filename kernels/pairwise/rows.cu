@@ -160,9 +160,9 @@ struct LogSums {
         });
         shared = shared && most - least < kApart && most < kLarge && least > -kLarge;
         unroll<kRows>([&](int r) {
-            const Acc next = shared ? most : greatest[r], share = power_of_2(m[r] - next);
-            l[r].scale(share);
-            tile_sums[r] *= share;
+            const Acc next = shared ? most : greatest[r], share = power_of_2(Acc(0.5) * (m[r] - next));
+            l[r].scale_twice(share);
+            tile_sums[r] = tile_sums[r] * share * share;
             m[r] = next;
         });
     }

@@ -60,7 +60,7 @@ def test_logarithms(given, spread, d):
         check(own, *others, 40 + magnitude)
 
 
-@pytest.mark.parametrize("eps", [0.5, 0.01, 1e-4])
+@pytest.mark.parametrize("eps", [0.5, 0.01, 1e-4, 1e-6])
 @pytest.mark.parametrize(("d", "batch"), [(1, ()), (2, (2,)), (3, ()), (3, (2, 2))])
 def test_logarithms_of_rows_in_order(monkeypatch, d, batch, eps):
     """Rows near one another take products of tensor cores; those of the second half are too far from one another."""
@@ -112,6 +112,20 @@ def test_large_exponents(monkeypatch, exponent, many):
     problem.x += 3  # away from all keys
     exact, plain = (problem.weights(t, eps)[0] for t in (np.float64, np.float32))
     check(pairwise.softmin(*up(problem.x, problem.y, problem.h), eps=eps), exact, plain, 2)
+
+
+@pytest.mark.parametrize("many", [0, near._MANY])
+def test_sums_of_rows_that_share_a_reference(monkeypatch, many):
+    """Other rows' greatest key raises the reference by more than a power of 2 has; the first row's sum stays."""
+    monkeypatch.setattr(near, "_MANY", many)
+    unit = np.log(2)
+    far = np.sqrt(2 * 70 * unit)
+    x, y, h = np.zeros((200, 3), np.float32), np.zeros((48, 3), np.float32), np.full(48, -np.inf, np.float32)
+    x[0, 0] = y[16, 0] = far
+    y[32, 0] = -far
+    h[[0, 16, 32]] = 0, 95 * unit, 230 * unit
+    found = pairwise.softmin(*up(x, y, h), eps=1.0).get()
+    np.testing.assert_allclose(found, [-95 * unit, *[-160 * unit] * 199], rtol=1e-6)
 
 
 @pytest.mark.parametrize("many", [0, near._MANY])
