@@ -384,7 +384,7 @@ def operands(
     else:
         left, right = _expanded(*[((p - centre) * float(root)).astype(dtype) for p in (x, y)])
     if logs is not None and bounded:
-        of_keys = np.exp2(logs - greatest).astype(work)[:, None] * of_keys
+        of_keys = np.exp2(logs - greatest, dtype=work)[:, None] * of_keys
     elif logs is not None:
         right.append((logs - greatest)[:, None])
         left.append(np.ones_like(left[1]))
