@@ -27,6 +27,7 @@ from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 
 _ROWS, _KEYS = 512, 256  # of a tile: it fits a core's share of the second cache
 _FEWEST = 64  # rows of a small product
+_IN_ORDER = 16  # rows and columns of a product, in whose multiples BLAS adds terms in the order that they come in
 _MOST_COLUMNS = 16  # of sums that each row tile has of all points, and that repay computing kernel values once
 _WIDE_DIM = 16  # coordinates of float32 points whose exponents repay being float64 where those are then in range
 _NANOSECONDS = 1.0  # of a pair
@@ -142,7 +143,8 @@ class Rows:
         """Sum over all keys for a tile of rows."""
         index, tile, turn = item
         left, right, centre, _, bounded, greatest, _, of_keys, near = self._operands[index]
-        rows = slice(tile * _ROWS, min((tile + 1) * _ROWS, self._rows))
+        whole = slice(tile * _ROWS, (tile + 1) * _ROWS)
+        rows = slice(whole.start, min(whole.stop, self._rows))
         instances = [mask.instance(index) for mask in self._masks]
         states = self._states(instances, tile)
         logs = _LogSum(rows.stop - rows.start, self._dtype) if self._wanted.logs and not bounded else None
@@ -157,15 +159,18 @@ class Rows:
                 continue
             keys = slice(number * _KEYS, min((number + 1) * _KEYS, self._keys))
             hidden = None if states is None or states[number] == FULL else self._hidden(instances, rows, keys)
-            s = _multiply(left[rows], right[:, keys], _part(products, rows, keys))
+            s = _multiply(left[whole], right[:, keys.start : keys.start + _KEYS], products)
+            s = s[: rows.stop - rows.start, : keys.stop - keys.start]
             close = self._differ(index, rows, keys, s, near) if near and s.max() > -near else None
-            if s.dtype != work:
-                wide, s = s, _part(rounded, rows, keys)
+            if logs is None and self.lost > _WORTH_TELLING:
+                np.minimum(s, 0, out=s)  # a distance is none less than 0
+            if s.dtype != work or not s.flags.c_contiguous:
+                wide, s = s, _part(rounded, *s.shape)
                 np.copyto(s, wide, casting="same_kind")
             if logs is not None:
                 logs.add(s, hidden)
                 continue
-            k = self._add(index, rows, keys, s, hidden, totals, close, _part(room, rows, keys))
+            k = self._add(index, rows, keys, s, hidden, totals, close, _part(room, *s.shape))
             if mirrored and keys.start >= rows.stop:
                 totals[keys.start - rows.start : keys.stop - rows.start] += k.T @ self._weights["v", index][rows]
         if logs is not None:
@@ -278,8 +283,9 @@ class _LogSum:
         return self._m + np.log2(self._l)
 
 
-def _multiply(left: ndarray, right: ndarray, out: ndarray) -> ndarray:
-    """Compute a matrix product, by as many rows, a power of two, as make a small product."""
+def _multiply(left: ndarray, right: ndarray, tile: ndarray) -> ndarray:
+    """Compute a matrix product in a tile's memory, by as many rows, a power of two, as make a small product."""
+    out = _part(tile, len(left), right.shape[1])
     at_once = 1 << (SMALL_PRODUCT // right.size).bit_length() - 1 if right.size <= SMALL_PRODUCT else 1
     if at_once < _FEWEST or len(left) % at_once:
         return np.matmul(left, right, out)
@@ -294,9 +300,8 @@ def product(k: ndarray, v: ndarray, hidden: Any) -> ndarray:
     return np.stack([np.where(hidden, 0, k * column).sum(-1) for column in v.T], -1)
 
 
-def _part(tile: ndarray, rows: slice, keys: slice) -> ndarray:
+def _part(tile: ndarray, *shape: int) -> ndarray:
     """Return contiguous memory of a tile for so many rows and keys."""
-    shape = rows.stop - rows.start, keys.stop - keys.start
     return tile if shape == tile.shape else tile.ravel()[: math.prod(shape)].reshape(shape)
 
 
@@ -306,6 +311,7 @@ class Operands(NamedTuple):
     Attributes
     ----------
     left, right : ndarray, (M, p) and (p, N)
+        Or more rows and columns, of 0.
     centre : ndarray
         The points'.
     reach : float
@@ -395,6 +401,8 @@ def operands(
     else:
         near = -least(work) if few and logs is None and lost > 1 else 0.0
     left, right = (np.concatenate(columns, -1, dtype=dtype, casting="same_kind") for columns in (left, right))
+    if split:  # coarse parts cancel before rests are added
+        left, right = (np.pad(p, ((0, -len(p) % _IN_ORDER), (0, 0))) for p in (left, right))
     return Operands(left, np.ascontiguousarray(right.T), centre, reach, bounded, greatest, of_rows, of_keys, near)
 
 

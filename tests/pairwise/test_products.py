@@ -215,3 +215,23 @@ def test_errors(change, error, text):
     given = dict(x=np.ones((5, 3)), y=np.ones((4, 3)), b=np.ones(4), bandwidth=1.0) | change
     with pytest.raises(error, match=text):
         pairwise.matvec(*[given.pop(name) for name in "xyb"], **given)
+
+
+@pytest.mark.filterwarnings("ignore:.*precision=:RuntimeWarning")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_points_too_far_apart_for_float32_products(kernel):
+    """What these lose makes no kernel value greater than 1, and none infinite."""
+    x = (1e4 * np.random.default_rng(5).standard_normal((300, 24))).astype(np.float32)
+    found = pairwise.matvec(x, x, np.eye(300, dtype=np.float32), bandwidth=1, kernel_function=kernel)
+    assert np.abs(found).max() <= 1 + eps(np.float32)
+
+
+@pytest.mark.parametrize("n_rows, n_keys", [(68, 68), (51, 53), (513, 257), (1, 5)])
+def test_order_of_terms(n_rows, n_keys):
+    """Coarse parts cancel before rests are added in every row and key of a tile."""
+    problem = Problem(5, 2, n_rows, n_keys, 3.0, np.float64)
+    problem.y[: min(n_rows, n_keys)] = problem.x[: min(n_rows, n_keys)]
+    exact, plain = (problem.matvec(dtype, "cauchy", 0.1) for dtype in (np.longdouble, np.float64))
+    assert_close(
+        pairwise.matvec(problem.x, problem.y, problem.b, bandwidth=0.1, kernel_function="cauchy"), exact, plain
+    )
