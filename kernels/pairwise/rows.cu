@@ -173,7 +173,7 @@ struct LogSums {
         for (const Key* keys = tile; keys < tile + kKeys; keys += kFew) {
             sum_few(rows, keys, factor);
             bool fits = true;
-            unroll<kRows>([&](int r) { fits = fits && sums[r] < Range<Acc>::most; });
+            unroll<kRows>([&](int r) { fits = fits && !(sums[r] >= Range<Acc>::most); });  // NaN stays
             if (!fits) {
                 refer(rows, keys, factor);
                 sum_few(rows, keys, factor);
