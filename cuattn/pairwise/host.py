@@ -22,7 +22,7 @@ from cuattn.cpu.arithmetic import BASE_2
 from cuattn.cpu.blocks import SMALL_PRODUCT
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks.intervals import FULL, SKIP
-from cuattn.pairwise.functions import FUNCTIONS, KernelFunction, least, power_of_2
+from cuattn.pairwise.functions import KernelFunction, least, power_of_2
 from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 
 _ROWS, _KEYS = 512, 256  # of a tile: it fits a core's share of the second cache
@@ -116,21 +116,7 @@ class Rows:
         """Return a row tile of one of the batch's matrices, and its turn at that's sums."""
         index = tuple(map(int, np.unravel_index(group, self.batch))) if self.batch else ()
         if index not in self._operands:
-            logs = self._wanted.key_log[index] * _LOG2_E if self._wanted.logs else None
-            gaussian = self._function is FUNCTIONS["gaussian"]
-            points, factors = (self._x[index], self._y[index]), gaussian and not self._wanted.moments
-            given = dict(scale=self._scale, logs=logs, exact=self._exact, smooth=gaussian, factors=factors)
-            given["sharp"] = self._function is FUNCTIONS["laplacian"]
-            found = operands(*points, **given)
-            if (
-                logs is not None
-                and not found.bounded
-                and BASE_2
-                and self._dim <= _WIDE_DIM
-                and self._dtype != np.float64
-            ):
-                wide = operands(*[p.astype(np.float64) for p in points], **given)  # cheaper than a row's references
-                found = wide if wide.bounded else found
+            found = self._operands_of(index)
             for name, factor in (("u", found.of_rows), ("v", found.of_keys)):
                 w = getattr(self._wanted, name)
                 self._weights[name, index] = factor if w is None else w[index] * factor
@@ -138,6 +124,17 @@ class Rows:
                 self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 / self._function.base)
             self._operands[index] = found
         return index, number, self.turns.take(group) if self._symmetric else nullcontext()
+
+    def _operands_of(self, index: Index) -> Operands:
+        """Return one matrix's operands: of float64 where that spares a soft minimum the references of its rows."""
+        logs = self._wanted.key_log[index] * _LOG2_E if self._wanted.logs else None
+        x, y = self._x[index], self._y[index]
+        options = dict(exact=self._exact, moments=self._wanted.moments)
+        found = operands(x, y, self._function, self._scale, logs, **options)
+        if logs is None or found.bounded or not BASE_2 or self._dim > _WIDE_DIM:
+            return found
+        wide = operands(x.astype(np.float64), y.astype(np.float64), self._function, self._scale, logs, **options)
+        return wide if wide.bounded else found
 
     def _tile(self, item: tuple[Index, int, AbstractContextManager[None]]) -> None:
         """Sum over all keys for a tile of rows."""
@@ -340,29 +337,26 @@ class Operands(NamedTuple):
 def operands(
     x: ndarray,
     y: ndarray,
+    function: KernelFunction,
     scale: float,
     logs: ndarray | None,
     *,
     exact: bool,
-    smooth: bool,
-    factors: bool,
-    sharp: bool = False,
+    moments: bool,
 ) -> Operands:
     """Return the operands of a matrix product for points.
 
     Parameters
     ----------
-    x, y, scale : ndarray, ndarray, float
+    x, y : ndarray, (M, d) and (N, d)
+    function : KernelFunction
+    scale : float
     logs : ndarray or None
         The keys' logarithms of base 2.
     exact : bool
         Whether distances are to be as good as sums of squared differences.
-    smooth : bool
-        Whether what is computed of exponents is infinitely often so at distance 0.
-    factors : bool
-        Whether powers of 2 may have factors.
-    sharp : bool
-        Whether it has a slope at distance 0.
+    moments : bool
+        Whether exponents themselves are wanted, too.
     """
     work, root = x.dtype, np.sqrt(np.longdouble(scale))
     dtype = np.dtype(np.float64) if exact else work
@@ -374,7 +368,8 @@ def operands(
     if logs is not None:
         greatest, span = (float(logs.max()), float(np.ptp(logs))) if np.isfinite(logs).all() else (0.0, math.inf)
     bounded = reach**2 + span < 0.9 * -least(work)
-    if exact and bounded and smooth:
+    powers = function.score is None  # of 2 are the results, smooth at distance 0
+    if exact and bounded and powers:
         dtype = work
     of_rows, of_keys = (np.ones((len(p), 1), work) for p in (x, y))
     few = x.shape[-1] <= DIRECT_DIM
@@ -383,7 +378,7 @@ def operands(
         unit = 2.0 ** (math.frexp(reach)[1] - _DIGITS[dtype])
         wider = np.longdouble if work == np.float64 else np.float64
         left, right, rests = _split(*[(p - centre.astype(wider)) * root.astype(wider) for p in (x, y)], unit)
-        if factors and bounded:
+        if powers and bounded and not moments:
             of_rows, of_keys = (np.exp2(-np.where(np.isfinite(rest), rest, 0)).astype(work) for rest in rests)
         else:
             left, right = [*left, -rests[0], -of_rows], [*right, of_keys, rests[1]]
@@ -396,7 +391,7 @@ def operands(
         left.append(np.ones_like(left[1]))
     # What products lose of squares, in units of a result: of greater ones roots and their inverses lose less.
     lost = (2.0**-72 if split else 2.0**-52) * reach**2 / float(np.finfo(work).eps)
-    if sharp:
+    if function.sharp:
         near = max(lost, lost**2) if few else min(lost, (_NEAR * reach) ** 2)
     else:
         near = -least(work) if few and logs is None and lost > 1 else 0.0
@@ -442,7 +437,7 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     """Return sums over keys for the rows of a call's points, whose roles change with `transposed`."""
     x, y = (pairs.spread(name) for name in ("yx" if transposed else "xy"))
     function = pairs.function
-    exact = pairs.is_direct or pairs.work == np.float64 or function is FUNCTIONS["laplacian"]
+    exact = pairs.is_direct or pairs.work == np.float64 or function.sharp
     cast = [None if part is None else part.astype(pairs.work, copy=False) for part in wanted[:4]]
     walk = Rows(x, y, function, pairs.factor, pairs.masks, transposed=transposed, exact=exact)
     found = walk.run(Wanted(*cast, *wanted[4:]))
