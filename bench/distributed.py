@@ -2,13 +2,15 @@
 
     python -m bench.distributed                        # a thread for each GPU
     mpiexec -n 2 python -m bench.distributed           # a process for each, NCCL between them
-    torchrun --nproc-per-node 2 -m bench.distributed   # the same, and Ulysses over PyTorch's attention beside it
+    torchrun --nproc-per-node 2 -m bench.distributed   # the same, and the peers of bench/peers/ranks.py beside it
     python -m bench.distributed --simulate 2 8 64      # what more GPUs would do, by the plan's model
     python -m bench.distributed --device cpu --tiny    # a toy
 
 A row's time is that of the slowest rank, from a barrier to the end of its work; its efficiency is one GPU's time on the
 same problem over that of all, times their number.  Beside it stands what the model predicts from this run's rates: the
-kernel's on one GPU, and the link's, with a message of 256 MB.
+kernel's on one GPU, and the link's, with a message of 256 MB.  Its memory is what the rank with most of it has beyond
+operands, results and the workspace of one local call, also as a share of what is allowed: two pairs of (k, v) and a
+float32 o, in the backward two float32 pairs of (dk, dv) more.
 """
 
 from __future__ import annotations
@@ -25,12 +27,17 @@ import numpy as np
 
 import cuattn
 from bench import harness
-from bench.harness import Point
+from bench.harness import Calls, Point
+from bench.peers.base import DOCUMENTS
+from bench.peers.ranks import PEERS, WINDOW, Unsupported
 from cuattn import distributed, masks
 from cuattn.distributed import Layout, connect, spawn
+from cuattn.distributed.agreement import agreed
 from cuattn.distributed.arrays import gathered
 from cuattn.distributed.comm import Alone
 from cuattn.distributed.model import Rates, Size, least, options_of, rates_of
+from cuattn.distributed.process_group import OfProcessGroup
+from cuattn.distributed.threads import ThreadComm
 from cuattn.distributed.work import work_of
 
 D = 128
@@ -38,8 +45,9 @@ HEADS, KV_HEADS = 32, 8  # of the simulation
 _SOME, _FEW = ((32, 32), (32, 8)), ((4, 4), (4, 1))
 LENGTHS = {1 << 15: _SOME, 1 << 17: _SOME, 1 << 19: _FEW, 1 << 20: _FEW}
 TINY = {512: ((4, 4), (4, 2))}
+MASKS = ("full", "causal", "causal_document", "document", "window")
 MESSAGE = 256 << 20
-LONG = 1 << 19  # from here on one call is timed
+LONG = 1 << 19  # from here on one call is timed, without peers
 
 
 class Case(NamedTuple):
@@ -65,9 +73,9 @@ class Case(NamedTuple):
         if self.mask == "causal":
             found["is_causal"] = True
         elif self.mask == "window":
-            found["window"] = (4095, 0)
-        elif self.mask == "causal_document":
-            found["mask"] = documents(self.n)
+            found["window"] = (WINDOW - 1, 0)
+        elif self.mask in DOCUMENTS:
+            found["mask"] = visible(self.mask, self.n)
         return found
 
     def layout(self, ranks: int) -> Layout:
@@ -75,8 +83,8 @@ class Case(NamedTuple):
         unit = 128 if self.n >= 1 << 12 else 16
         if self.mask == "causal":
             return Layout.zigzag(self.n, ranks, unit=unit)
-        if self.mask == "causal_document":
-            return Layout.balanced(documents(self.n), ranks, unit=unit)
+        if self.mask in DOCUMENTS:
+            return Layout.balanced(visible(self.mask, self.n), ranks, unit=unit)
         return Layout.contiguous(self.n, ranks, unit=unit)
 
     @property
@@ -88,24 +96,25 @@ class Case(NamedTuple):
 @functools.cache
 def visible(kind: str, n: int) -> masks.ColumnMask | None:
     """Return the mask that the model asks."""
-    made = {"causal": masks.causal, "causal_document": documents, "window": lambda n: masks.sliding_window(n, 4096)}
+    if kind in DOCUMENTS:
+        return getattr(masks, kind)(documents(n))
+    made = {"causal": masks.causal, "window": lambda n: masks.sliding_window(n, WINDOW)}
     return made[kind](n) if kind in made else None
 
 
-@functools.cache
-def documents(n: int) -> masks.ColumnMask:
-    """Return a mask of causal documents of random lengths, an eighth of n at most."""
+def documents(n: int) -> list[int]:
+    """Return the random lengths of documents, an eighth of n at most."""
     rng, lengths = np.random.default_rng(0), []
     while (left := n - sum(lengths)) > 0:
         lengths.append(min(int(rng.integers(n // 64, n // 8)), left))
-    return masks.causal_document(lengths)
+    return lengths
 
 
 def cases(lengths: dict[int, tuple[tuple[int, int], ...]]) -> list[Case]:
     """Return what is measured, the short before the long."""
     found = []
     for n, heads in lengths.items():
-        for mask in ("full", "causal", "causal_document", "window"):
+        for mask in MASKS:
             for pair in heads:
                 found += [Case(mask, n, *pair, direction) for direction in ("forward", "backward")]
         found.append(Case("causal", n, *heads[0], "backward", exact=True))
@@ -137,8 +146,12 @@ class Ranks:
             work, arguments = task
             try:
                 work(self.comm, *arguments)
-            except cuattn.CuattnError:  # rank 0 tells of it
+            except Exception:  # which all ranks agree on, and rank 0 tells of
                 continue
+
+    def peers(self, case: Case) -> tuple[str, ...]:
+        """Return the peers that are timed beside a case: those of a process group, which have the ranks to run on."""
+        return tuple(PEERS) if isinstance(self.comm, OfProcessGroup) and case.n < LONG else ()
 
     def finish(self) -> None:
         """Let the others go."""
@@ -171,9 +184,8 @@ def samples(call: Any, comm: Any, device: str, seconds: float, n: int) -> list[f
         harness.synchronize(xp)
         return max(comm.allgather(time.perf_counter() - begin))
 
-    first = once()  # compiles
-    if n < LONG:
-        first = once()
+    agreed(comm, call)  # compiles; what fails on one rank does on all
+    first = once() if n < LONG else 1.0
     for _ in range(1 if n >= LONG else int(np.clip(seconds / max(first, 1e-6), 3, 20))):
         found.append(once())
     return found
@@ -182,22 +194,44 @@ def samples(call: Any, comm: Any, device: str, seconds: float, n: int) -> list[f
 def together(comm: Any, case: Case, device: str, seconds: float) -> dict[str, Any]:
     """Time a case over ranks."""
     layout, options = case.layout(comm.size), case.options()
-    q, k, v, do = arrays(case, device, layout, comm.rank)
+    q, k, v, do = agreed(comm, lambda: arrays(case, device, layout, comm.rank))
     placing, first = dict(comm=comm, layout=layout), {"rng": 1} if case.dropout else {}
+    exact = {"deterministic": True} if case.exact else {}
 
     def forward() -> Any:
         return distributed.forward(q, k, v, **placing, **options, **first)
 
     call = forward
     if case.direction == "backward":
-        fwd, exact = forward(), {"deterministic": True} if case.exact else {}
+        fwd = forward()
 
         def call() -> Any:
             return distributed.backward(do, q, k, v, fwd, **placing, **options, **exact)
 
     plan = distributed.plan(q, k, v, direction=case.direction, **placing, **options)
     spent = samples(call, comm, device, seconds, case.n)
-    return {"samples": spent, "algorithm": plan.algorithm, "balance": plan.balance, "received": plan.bytes}
+    found = {"samples": spent, "algorithm": plan.algorithm, "balance": plan.balance, "received": plan.bytes}
+    if device == "cpu" and isinstance(comm, ThreadComm):
+        return found  # memory is told of all threads together
+    one = Calls(q, k, v, do, out_dtype=np.float32, dropout_p=case.dropout, **first, **exact)
+    local = functools.partial(one.backward, fwd) if case.direction == "backward" else one.forward
+    extra = max(comm.allgather(held(call, device) - held(local, device)))
+    return found | {"extra_bytes": extra, "extra_share": round(extra / allowed(case, layout, q.itemsize), 3)}
+
+
+def held(call: Any, device: str) -> int:
+    """Return the most bytes that a call holds beside its operands and results."""
+    harness.synchronize(harness.namespace(device))
+    with harness.peak(device) as most:
+        found = call()
+    return most.bytes - sum(getattr(x, "nbytes", 0) for x in found)
+
+
+def allowed(case: Case, layout: Layout, item: int) -> int:
+    """Return the bytes that a rank may hold beside operands, results and the workspace of one local call."""
+    longest = max(layout.lengths) * D
+    pairs = 2 * 2 * longest * case.kv_heads
+    return pairs * item + longest * case.heads * 4 + pairs * 4 * (case.direction == "backward")
 
 
 def alone(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
@@ -213,47 +247,26 @@ def alone(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
     return samples(call, Alone(), device, seconds, case.n)
 
 
-def ulysses(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
-    """Time PyTorch's attention over heads that its own all-to-all exchanges."""
+def beside(comm: Any, name: str, case: Case, device: str, seconds: float) -> list[float]:
+    """Time a peer, on the ranks of PyTorch's process group."""
     import torch
-    from torch.distributed import all_to_all_single
 
-    if case.mask not in ("full", "causal") or case.dropout or case.kv_heads % comm.size:
-        return []
-    n, grouped = case.n // comm.size, case.heads != case.kv_heads
-    kind = dict(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-    q, k, v, do = (
-        torch.randn(n, heads, D, **kind, requires_grad=True)
-        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    )
+    def prepared() -> Any:
+        harness.free_caches()
+        peer = PEERS[name](case, documents(case.n), device, comm.rank, comm.size)
+        kind = dict(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        operands = []
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads):
+            shape = [1, 0, 0, D]
+            shape[peer.heads_axis], shape[peer.rows_axis] = heads, len(peer.rows)
+            operands.append(torch.randn(shape, **kind))
+        return peer, operands
 
-    class Swap(torch.autograd.Function):
-        @staticmethod
-        def forward(context, x, inward):
-            context.inward = inward
-            x = x.unflatten(1, (comm.size, -1)).transpose(0, 1) if inward else x.unflatten(0, (comm.size, -1))
-            found = torch.empty_like(x, memory_format=torch.contiguous_format)
-            all_to_all_single(found, x.contiguous())
-            return found.flatten(0, 1) if inward else found.transpose(0, 1).flatten(1, 2)
-
-        @staticmethod
-        def backward(context, gradient):
-            return Swap.apply(gradient, not context.inward), None
-
-    def forward():
-        whole = (Swap.apply(x, True).transpose(0, 1)[None] for x in (q, k, v))
-        o = torch.nn.functional.scaled_dot_product_attention(
-            *whole, is_causal=case.mask == "causal", enable_gqa=grouped
-        )
-        return Swap.apply(o[0].transpose(0, 1), False)
-
-    call = forward
+    peer, (q, k, v, do) = agreed(comm, prepared)
+    call = functools.partial(peer.forward, q, k, v)
     if case.direction == "backward":
-        o = forward()
-
-        def call():
-            torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-
+        _, kept = agreed(comm, call)
+        call = functools.partial(peer.backward, do, kept)
     return samples(call, comm, device, seconds, case.n)
 
 
@@ -286,12 +299,17 @@ def measure(ranks: Ranks, arguments: Any, case: Case) -> dict[str, dict[str, Any
             **harness.timing.timed(found["samples"]),
             "efficiency": round(one / many / ranks.size, 4),
             "predicted_us": round(predicted * 1e6, 1),
+            "predicted_off": round(predicted / many - 1, 3),
             "link_gb_s": round(link_rate / 1e9, 1),
-            **{name: found[name] for name in ("algorithm", "balance", "received")},
+            **{name: value for name, value in found.items() if name != "samples"},
         },
     }
-    if "RANK" in os.environ and (spent := ranks.run(ulysses, case, device, seconds)):
-        rows["torch-ulysses"] = {**about, **harness.timing.timed(spent)}
+    for name in ranks.peers(case):
+        try:
+            rows[name] = {**about, **harness.timing.timed(ranks.run(beside, name, case, device, seconds))}
+        except Exception as error:  # the row says what happened
+            kind = "unsupported" if isinstance(error, Unsupported) else "failed"
+            rows[name] = {**about, "status": kind, "reason": f"{type(error).__name__}: {error}"[:400]}
     return rows
 
 
@@ -314,7 +332,7 @@ def simulate(counts: list[int], lengths: tuple[int, ...] = (1 << 17, 1 << 20)) -
     print(f"{rates.between / 1e9:.0f} GB/s; {rates.latency * 1e6:.0f} us a message")
     heads = ("mask", "N", "direction", "GPUs", "algorithm", "ms", "efficiency", "balance", "GB in")
     print("{:<16} {:>8} {:<9} {:>5} {:<9} {:>9} {:>10} {:>7} {:>7}".format(*heads))
-    for mask, n in itertools.product(("full", "causal", "causal_document", "window"), lengths):
+    for mask, n in itertools.product(MASKS, lengths):
         for direction in ("forward", "backward"):
             case = Case(mask, n, HEADS, KV_HEADS, direction)
             base = _options(case, 1, rates)["needed"][0].seconds
@@ -338,7 +356,7 @@ def points(arguments: Any, ranks: Ranks) -> list[Point]:
     """Return what to measure."""
     runners = ("cuattn-1", f"cuattn-{ranks.size}")
     return [
-        Point(case.name, runners, functools.partial(measure, ranks, arguments, case))
+        Point(case.name, (*runners, *ranks.peers(case)), functools.partial(measure, ranks, arguments, case))
         for case in cases(TINY if arguments.tiny else LENGTHS)
     ]
 
@@ -363,6 +381,8 @@ def main() -> None:
         harness.namespace("cuda")  # so that processes take a GPU each
     with connect(group) as comm:
         ranks = Ranks(comm, arguments.device)
+        if group is None:
+            print("peers are skipped: they need the process group that torchrun starts")
         if comm.rank:
             return ranks.follow()
         harness.run(arguments, points(arguments, ranks), {"tiny": arguments.tiny, "ranks": ranks.size})

@@ -140,6 +140,8 @@ def mask_of(case):
 def reference(inputs, gradients, dropped):
     """Compute the exact results of the first and the last head (of very long sequences, of the last rows of one).
 
+    Of an array with a single number per head or sequence the gradients by all heads are computed.
+
     Parameters
     ----------
     inputs : Inputs
@@ -150,10 +152,11 @@ def reference(inputs, gradients, dropped):
         Drop what cuattn's random state drops; else the reference is without dropout.
     """
     case = inputs.case
-    axes = "".join(inputs.formula.arrays.values()) if case.learned else ""
+    arrays = inputs.formula.arrays.values() if case.learned else ()
+    axes = "".join(arrays)
     small = case.n_queries * case.n_keys <= SMALL
-    every = itertools.product(range(case.batch), range(case.heads))
-    places = list(itertools.islice(every, MOST_HEADS if small else 1))
+    every = list(itertools.product(range(case.batch), range(case.heads)))
+    places = every[: MOST_HEADS if small else 1]
     if case.n_keys <= TWO_HEADS_UP_TO:
         places.append((case.batch - 1, case.heads - 1))
     if axes:  # a gradient of an array is a sum over all b, over all h, or both
@@ -161,7 +164,9 @@ def reference(inputs, gradients, dropped):
         places = itertools.product(*([n - 1] if axis in axes else range(n) for axis, n in lengths))
     first = 0 if case.n_keys <= ALL_ROWS_UP_TO else max(case.n_queries - LAST_ROWS, 0)
     heads = {place: _head(inputs, *place, gradients, dropped, first) for place in places}
-    return Reference(heads, inputs.q.dtype, pooled=small)
+    numbers = gradients and any(set(x) <= {*"bh1"} for x in arrays)  # of which a head has a single one
+    beside = {place: _head(inputs, *place, True, dropped, first) for place in every if numbers and place not in heads}
+    return Reference(heads, inputs.q.dtype, pooled=small, beside=beside)
 
 
 def _head(inputs, b, h, gradients=False, dropped=False, first=0):

@@ -39,12 +39,12 @@ def portable_tile(tile):
     else:
         tiles = BackwardTiles(tile, tile, tile, tile)
         changed = mock.patch.object(backward, "look_up", lambda *_: tiles)
-    dispatch._known.cache_clear()
+    dispatch.forget()
     try:
         with changed:
             yield
     finally:
-        dispatch._known.cache_clear()
+        dispatch.forget()
 
 
 @functools.lru_cache(maxsize=64)

@@ -118,28 +118,42 @@ class Reference:
     Parameters
     ----------
     heads : dict of (int, int) to Head
-        By (batch, query head).  Gradients of learned arrays are sums over all of them.
+        By (batch, query head).  Gradients of learned arrays are sums over those that read the same part of them.
     dtype : torch dtype
         Precision that the textbook rounds to.
     pooled : bool
         Compare all heads as one: the textbook's error in the few numbers of a small head is luck.
+    beside : dict of (int, int) to Head, optional
+        Further heads, of which only the gradients of learned arrays are looked at: all parts of an array are compared
+        as one, since the textbook's error in a single number is luck, too.
     """
 
-    def __init__(self, heads, dtype, pooled=False):
+    def __init__(self, heads, dtype, pooled=False, beside=MappingProxyType({})):
         self.dtype, self.pooled = dtype, pooled
-        self.exact = {place: textbook(head) for place, head in heads.items()}
-        self.rough = {place: textbook(head, dtype) for place, head in heads.items()}
-        learned = next(iter(heads.values())).learned
-        self.index = {f"d{name}": index for name, (_, index) in learned.items()}
-        self.sums = {name: self._sum(name) for name in self.index if name in next(iter(self.exact.values()))}
-        for place in [place for place, head in heads.items() if head.part]:
-            self.exact[place] = {name: x for name, x in self.exact[place].items() if name in ("o", "dq")}
+        self.exact, self.rough, self.sums = {}, {}, {}
+        for place, head in {**heads, **beside}.items():
+            exact, rough = textbook(head), textbook(head, dtype)
+            self._add(head.learned, exact, rough)
+            if place in heads:
+                whole = {name: x for name, x in exact.items() if not head.part or name in ("o", "dq")}
+                self.exact[place], self.rough[place] = whole, rough
 
-    def _sum(self, name):
-        """Return the sum of an array's gradients over all heads, and that with their errors, which do not cancel."""
-        pairs = [(self.exact[place].pop(name), self.rough[place].pop(name)) for place in self.exact]
-        exact = sum(exact for exact, _ in pairs)
-        return exact, exact + sum((rough - exact).abs() for exact, rough in pairs)
+    def _add(self, learned, exact, rough):
+        """Add a head's gradients of arrays to others of the same part; and their errors, which do not cancel."""
+        for name in [name for name in learned if f"d{name}" in exact]:
+            index, parts = learned[name][1], self.sums.setdefault(f"d{name}", {})
+            gradient = exact.pop(f"d{name}")
+            error = (rough.pop(f"d{name}") - gradient).abs()
+            _, before, errors = parts.get(str(index), (index, 0.0, 0.0))
+            parts[str(index)] = index, before + gradient, errors + error
+
+    def gradient(self, name):
+        """Return which parts of an array heads read, these gradients side by side, and the same with their errors."""
+        import torch
+
+        indices, exact, errors = zip(*self.sums[name].values(), strict=True)
+        exact = torch.stack(exact)
+        return indices, exact, exact + torch.stack(errors)
 
     def errors(self, results, peer):
         """Compare results with the reference.
@@ -160,11 +174,11 @@ class Reference:
         import torch
 
         groups = [list(self.exact)] if self.pooled else [[place] for place in self.exact]
-        found = {
-            name: compare(results[name][self.index[name]], exact, rough, self.dtype, peer)
-            for name, (exact, rough) in self.sums.items()
-            if name in results
-        }
+        found = {}
+        for name in [name for name in self.sums if name in results]:
+            indices, *pair = self.gradient(name)
+            x = torch.stack([results[name][index] for index in indices])
+            found[name] = compare(x, *pair, self.dtype, peer)
         for name in [name for name in results if name in self.exact[groups[0][0]]]:
             errors = []
             for places in groups:
@@ -177,7 +191,7 @@ class Reference:
     def spread(self, names):
         """Return the textbook's largest relative distance from the exact results, over heads and `names`."""
         pairs = [(x[name], self.rough[place][name]) for place, x in self.exact.items() for name in names if name in x]
-        pairs += [pair for name, pair in self.sums.items() if name in names]
+        pairs += [self.gradient(name)[1:] for name in self.sums if name in names]
         return max((distance(rough, exact) for exact, rough in pairs), default=0.0)
 
 

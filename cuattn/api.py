@@ -16,7 +16,9 @@ from cuattn.problem import BACKWARD, FORWARD, JVP, OPERATIONS, Options, Origin
 from cuattn.results import Forward, Gradients, Jvp
 from cuattn.rng import RNGState, recorded
 
-_options, _forward = partial(tuple.__new__, Options), partial(tuple.__new__, Forward)  # `_make` in half the time
+# `_make` in half the time
+_options, _forward = partial(tuple.__new__, Options), partial(tuple.__new__, Forward)
+_gradients = partial(tuple.__new__, Gradients)
 
 ArrayT = TypeVar("ArrayT")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -345,7 +347,10 @@ def unpacked(name: str, fwd: Any) -> tuple | list:
 def gradients(call: Call, results: list[Any]) -> Gradients:
     """Return the results of a backward."""
     own, of_score = (results, ()) if call.score is None else call.score.divide(results)
-    return Gradients(*own, dscore=of_score)
+    made = _gradients(own if len(own) == 4 else (*own, None))
+    if of_score:
+        made.dscore = of_score
+    return made
 
 
 def merge(*parts: Any, out: tuple | None = None) -> Any:

@@ -8,7 +8,7 @@ launches that were prepared for it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
@@ -81,11 +81,14 @@ class Call:
         Those that are no arrays.
     function : callable or None
         A mask that is ``visible(b, h, i, j)``.
+    is_told : bool
+        Whether there are masks that are no arrays, or functions.
     """
 
     score: Any = None
     masks: tuple[Mask, ...] = ()
     function: Any = None
+    is_told = False
 
     def __init__(
         self,
@@ -104,11 +107,11 @@ class Call:
         if "mask" in arrays:
             mask = arrays["mask"]
             if _is_mask(type(mask)):
-                self.masks = arrays.pop("mask").parts
+                self.masks, self.is_told = arrays.pop("mask").parts, True
             elif callable(mask):
-                self.function = arrays.pop("mask")
+                self.function, self.is_told = arrays.pop("mask"), True
         if score is not None or type(score_args) is not tuple or score_args:
-            self.score = _scoring().Score(score, score_args, arrays, operation, tscore_args)
+            self.score, self.is_told = _scoring().Score(score, score_args, arrays, operation, tscore_args), True
         elif tscore_args is not None:
             raise ArgumentError(f"{operation.label('tscore_args')} is given but score is None; expected None")
 
@@ -120,6 +123,16 @@ class Call:
         if not isinstance(self.origin, Origin):
             raise DtypeError(f"origin is {shown(self.origin)}; expected a cuattn.Origin or None")
         return self.origin.has_runs
+
+    def recall(self, known: _Known) -> None:
+        """Take what the functions of such a call were traced to."""
+        score = self.score
+        if score is not None:
+            score.whole, score.traced, score.visible = known.score
+        if known.masks is not None:
+            self.masks = known.masks
+        elif score is not None and score.visible is not None:
+            self.take_functions(self.arrays)
 
     def take_functions(self, arrays: dict[str, Any]) -> None:
         """Make functions of visibility the masks that they are for operands of these shapes, at this origin."""
@@ -133,7 +146,7 @@ class Call:
     def _add_mask(self, visible: Any, arrays: dict[str, Any]) -> None:
         """Add the mask of a traced function to the call's, within one of its kind where one mask says both."""
         shapes = [arrays[name].shape for name in "qkv"]
-        for part in _function_mask(visible, *shapes, self.origin).parts:
+        for part in function_mask(visible, *shapes, self.origin).parts:
             alike = [mask for mask in self.masks if mask.kind == part.kind and not mask.on_device]
             joined = _joined(alike[0], part) if alike and not part.on_device else None
             others = self.masks if joined is None else [mask for mask in self.masks if mask is not alike[0]]
@@ -145,7 +158,8 @@ class _Known:
     """What calls of one signature come to; empty until the first of them was checked.
 
     The problem, the results' shapes and dtypes and who computes them; on a GPU the sequence of launches; and, where a
-    look at the arrays is enough, the way back to such a caller.
+    look at the arrays is enough, the way back to such a caller, what its score function was traced to, the mask that
+    its function of visibility is, and its masks' tables by the place of the call.
     """
 
     problem: Problem | None = None
@@ -154,25 +168,76 @@ class _Known:
     sequence: Any = None
     origin: interop.ArrayOrigin | None = None
     allocate: Any = None
+    score: tuple[Any, ...] = ()
+    numbers: tuple[Any, ...] | None = ()
+    masks: tuple[Mask, ...] | None = None
+    kept: dict[int, Any] | None = None
 
 
-@lru_cache(maxsize=1024, typed=True)
-def _known(*signature: Any) -> _Known:
-    """Memo cell: empty until the first call with this signature."""
-    return _Known()
+def _memo(size: int) -> Callable[..., _Known]:
+    """Return what remembers so many calls, each option beside its type, as True is no 1."""
+    return lru_cache(maxsize=size, typed=True)(lambda *signature: _Known())
 
 
-def _cell(call: Call, layouts: tuple) -> _Known:
-    """Return the memo cell of a call whose arrays have these layouts; a cell of its own where it cannot be hashed."""
-    options, score, masks = call.options, call.score, call.masks
-    if masks:
-        masks = tuple([mask.layout for mask in masks])
-    kind = score and (score.traced and score.traced.kind,)
-    runs = None if call.origin is None else call.has_runs
-    try:  # each option beside its type, as True is no 1; so is each side of the window
-        return _known(call.operation.name, layouts, masks, kind, runs, *options, *(options.window or ()))
+_known = _memo(1024)  # by kinds of masks and functions
+_of_masks = _memo(64)  # by functions that are masks, which hold tables
+_OF_ONE = 32  # calls that a mask or the function of a score remembers, as long as it lives
+_epoch = object()
+
+
+def forget() -> None:
+    """Forget every call."""
+    global _epoch
+    _epoch = object()
+    _known.cache_clear()
+    _of_masks.cache_clear()
+
+
+def _cell(call: Call, layouts: Any, memo: Callable[..., _Known], masks: Any, who: Any, place: Any) -> _Known:
+    """Return a memo's cell of a call whose arrays have these layouts; one of its own where it cannot be hashed.
+
+    Parameters
+    ----------
+    call : Call
+    layouts : object
+        See :func:`cuattn.interop.signature`.
+    memo : callable
+    masks, who, place : object
+        What tells the call's masks, functions and place from others of the memo.
+    """
+    options = call.options
+    try:  # beside the options so is each side of the window
+        return memo(call.operation.name, layouts, masks, who, place, *options, *(options.window or ()))
     except (TypeError, ValueError):  # an option that cannot be hashed: checked in every call
         return _Known()
+
+
+def _kinds(call: Call) -> tuple[Any, ...]:
+    """Return where the cell is that calls share whose masks and functions are alike, and what tells it there."""
+    score, masks = call.score, tuple([mask.layout for mask in call.masks])
+    kind = score and (score.traced and score.traced.kind,)
+    return _known, masks, kind, None if call.origin is None else call.has_runs
+
+
+def _themselves(call: Call) -> tuple[Any, ...] | None:
+    """Return the same of the cell of calls with these very masks and functions; None where one must be traced.
+
+    The first mask has it, or the score's function, so that it does not outlive them.
+    """
+    score, function, masks = call.score, call.function, call.masks
+    who, place = None, None if call.origin is None else False  # a part, but of one piece
+    if score is not None:
+        who = score.recall()
+        if who is None:
+            return None
+    if function is not None:
+        visible = _scoring().recall(function)
+        return visible and (_of_masks, visible, who, call.origin)
+    if masks:
+        own, masks = masks[0]._cache, masks[1:]
+    else:
+        own, who = who[0].calls, who[1:]
+    return own.get(_epoch) or own.setdefault(_epoch, _memo(_OF_ONE)), masks, who, place
 
 
 def compute(call: Call) -> tuple[list[Any], Any]:
@@ -201,19 +266,21 @@ def _compiler() -> tuple[Any, Any]:
 
 
 def _run(call: Call) -> tuple[list[Any], Any]:
-    score = call.score
     if call.out is not None or (call.origin is not None and call.has_runs):
         return _compute(call)
     seen = interop.signature(call.arrays)
-    if seen is None or (score is not None and not score.recall()):
+    if seen is None:
         return _compute(call)
     layouts, addresses = seen
-    if score is not None or call.function is not None:
-        call.take_functions(call.arrays)
-    known = _cell(call, layouts)
+    about = _themselves(call) if call.is_told else (_known, (), None, None if call.origin is None else False)
+    if about is None:
+        return _compute(call)
+    known = _cell(call, layouts, *about)
     origin, problem = known.origin, known.problem
     if origin is None:
         return _compute(call, known, addresses)
+    if known.numbers is None or known.masks is not None:
+        call.recall(known)
     state = _state(call, problem) if problem.dropout or call.random is not None else None
     place = None if call.origin is None else place_of(problem, call.origin)
     if origin.backend == "cpu":
@@ -235,17 +302,18 @@ def _launch(
     held: Sequence[Any] = (),
 ) -> list[Any]:
     """Run a checked call on its GPU, the current one, given the addresses of its arrays; `held` are copies of some."""
-    numbers: tuple[Any, ...] = ()
-    if call.score is not None:
+    numbers = known.numbers
+    if numbers is None:
         addresses, captured, numbers = call.score.given(addresses, origin.device)
-        held = (*held, *captured)
-    return known.sequence.run(allocate, origin.stream(), addresses, call.masks, state, place, held, numbers)
+        held = (*held, *captured) if captured else held
+    return known.sequence.run(allocate, origin.stream(), addresses, call.masks, state, place, held, numbers, known.kept)
 
 
 def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
     """Run a call that is checked; `warm` is told what it comes to if its arrays on a GPU are read at `seen`."""
     outputs = Outputs(call.operation.results if call.options.statistics else call.operation.results[:1], call.out)
     views, origin = _enter(call, outputs)
+    function = call.function
     with origin.scope():
         known = _check(call, views, origin)
         problem = known.problem
@@ -253,8 +321,8 @@ def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[
         outputs.check(known.made, views, origin)
         if origin.backend == "cpu":
             results = _on_host(call, known, views, origin, state, place, outputs.direct)
-            if origin.kind == "numpy":
-                known.origin = origin
+            if warm is not None and origin.kind == "numpy":
+                _remember(warm, known, call, function, origin=origin)
         else:
             operands = bind(problem, views)
             _, addresses = interop.signature({name: operands.get(name, array) for name, array in views.items()})
@@ -263,11 +331,19 @@ def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[
                 known.sequence = known.backend.launch_sequence(problem, given, _all_masks(call, views))
             allocate = outputs.allocator()
             if warm is not None and seen == addresses:  # not those of copies
-                vars(warm).update(vars(known), origin=origin, allocate=allocate)
+                _remember(warm, known, call, function, origin=origin, allocate=allocate)
             copies = [a for name, a in operands.items() if a.data.ptr != views[name].data.ptr]
             place = None if call.origin is None else place
             results = _launch(call, known, allocate, origin, addresses, state, place, copies)
         return outputs.fill(results), state
+
+
+def _remember(warm: _Known, known: _Known, call: Call, function: Any, **way: Any) -> None:
+    """Tell a cell what a call came to, whose argument mask was a function or is None."""
+    masks, score = None if function is None else call.masks, call.score
+    told = () if score is None else (score.whole, score.traced, score.whole.split[0])
+    numbers = () if score is None else score.own_numbers if known.sequence else None
+    vars(warm).update({**vars(known), **way, "score": told, "numbers": numbers, "masks": masks, "kept": {}})
 
 
 def _on_host(
@@ -317,13 +393,13 @@ def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayO
 def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _Known:
     """Check a call; return its memo cell."""
     has_runs = call.has_runs
-    if call.score is not None and not call.score.known:
+    if call.score is not None and call.score.whole is None:
         call.score.trace(views)
     call.take_functions(views)
     if has_runs:
         _fold(call, views)
     layouts, _ = interop.signature(views)
-    known = _cell(call, layouts)
+    known = _cell(call, layouts, *_kinds(call))
     if known.problem is None:
         operands = _operands(call, views, origin)
         score: tuple[Any, ...] = ()
@@ -332,7 +408,7 @@ def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _K
             score = call.score.bound(operands), tuple(call.score.learned), call.score.tangent_slots
         problem = check(call.operation, operands, _all_masks(call, views), call.options, call.origin, *score)
         made, backend = call.operation.made(problem, operands), _backend_of(origin, problem.kernel)
-        vars(known).update(problem=problem, made=made, backend=backend)
+        vars(known).update(problem=problem, made=made, backend=backend, numbers=None if call.score else ())
     return known
 
 
@@ -359,7 +435,7 @@ _band_mask = lru_cache(maxsize=64)(band_of_runs)  # kept, since a mask holds tab
 
 
 @lru_cache(maxsize=32)  # masks hold tables
-def _function_mask(bound: Any, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
+def function_mask(bound: Any, q: tuple, k: tuple, v: tuple, origin: Origin | None) -> Mask:
     """Return the mask that a function is for operands of these shapes; `bound` is what was traced."""
     from cuattn.masks.function import mask_of
 

@@ -13,7 +13,7 @@ from cuattn.errors import ArgumentError, DtypeError, expect_array, shown
 from cuattn.masks.device import upload
 from cuattn.masks.function import live
 from cuattn.problem import Operation, ScoreFunction
-from cuattn.tracing import MASK, SCORE, Bound, Frozen, Traced, look_of, recall, trace
+from cuattn.tracing import MASK, SCORE, Bound, Frozen, Traced, kind_of_argument, recall, trace
 from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
 from cuattn.tracing.proxy import kind_of
@@ -39,18 +39,19 @@ class Score:
 
     Attributes
     ----------
-    known : bool
-        Whether the function is.
+    whole : Traced or None
+        The function, once it is known.
     traced : Traced or None
         Then; but None if it changes no score that is visible, and there is nothing to differentiate.
     visible : Frozen or None
         Then, where scores are visible, until a mask says that.
     """
 
-    known = False
+    whole: Traced | None = None
     traced: Traced | None = None
     visible: Frozen | None = None
     _given: tuple[int, ...] = ()  # arguments that have a tangent
+    _count = 0  # of arrays among the arguments
 
     def __init__(
         self, function: Any, args: Any, arrays: dict[str, Any], operation: Operation, tangents: Any = None
@@ -64,11 +65,12 @@ class Score:
         if not callable(function):
             raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
         self._function, self._args, self._operation = function, args, operation
-        own = len(arrays)
-        for name, value in zip(_NAMES, args, strict=False):
-            if hasattr(value, "__dlpack__"):
-                arrays[name] = value
-        self._count = len(arrays) - own
+        if args:
+            self._count = 0
+            for name, value in zip(_NAMES, args, strict=False):
+                if hasattr(value, "__dlpack__"):
+                    arrays[name] = value
+                    self._count += 1
         if tangents is not None:
             named = self._named(tangents)
             self._given = tuple([index for index, value in enumerate(named.values()) if value is not None])
@@ -82,20 +84,22 @@ class Score:
             raise ArgumentError(f"{label} has {what}; expected a tuple of {n}, one for each item of score_args")
         return dict(zip(_TANGENTS, tangents, strict=False))
 
-    def recall(self) -> bool:
-        """Take what is known of the function; return whether nothing is left to trace."""
-        found = recall(self._function, look_of(SCORE, self._args, _copied))
-        if found is not None:
-            self._take(found)
-        return self.known
+    def recall(self) -> tuple[Any, ...] | None:
+        """Return what is known of the function, and the kinds of its arguments that are numbers; None if nothing is."""
+        known = recall(self._function)
+        if known is None or self._count == len(self._args):
+            return known and (known,)
+        numbers = [(n, x) for n, x in enumerate(self._args) if not hasattr(x, "__dlpack__")]
+        return known, *[kind_of_argument(SCORE, n, x) for n, x in numbers]
 
     def trace(self, views: dict[str, Any]) -> None:
         """Trace the function for NumPy or CuPy views of the call's arrays."""
         args = [views.get(name, value) for name, value in zip(_NAMES, self._args, strict=False)]
-        self._take(trace(self._function, SCORE, args, adopt=_copied))
+        self.take(trace(self._function, SCORE, args, adopt=_copied))
 
-    def _take(self, traced: Traced) -> None:
-        self.known, self.traced, (self.visible, root) = True, traced, traced.split
+    def take(self, traced: Traced) -> None:
+        """Take what the function was traced to."""
+        self.whole, self.traced, (self.visible, root) = traced, traced, traced.split
         if root is _UNCHANGED and not self.learned:
             self.traced = None
 
@@ -131,6 +135,14 @@ class Score:
         if not numbers or self.traced.has_own_numbers:
             return numbers
         return tuple([_as_number(self._args[x]) if type(x) is Argument else x for x in numbers])
+
+    @property
+    def own_numbers(self) -> tuple[Any, ...] | None:
+        """The numbers, where warm calls need ask nothing else of the function; else None."""
+        known, whole = self.traced, self.whole
+        if known is None or self._given or self.learned or not (known.in_order and known.has_own_numbers):
+            return None
+        return known.numbers if whole is not None and whole.split[0] is None else None
 
     def bound(self, operands: dict[str, Any]) -> Bound | None:
         """Return the function with the arrays, by a backend's names, and the numbers of the call."""
@@ -176,6 +188,8 @@ class Score:
 
     def divide(self, results: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
         """Divide a backward's results into those by operands and those by the function's arguments, which come last."""
+        if not self._args:
+            return results, ()
         learned, found = self.learned, [None] * len(self._args)
         own = len(results) - len(learned)
         for index, gradient in zip(learned.values(), results[own:], strict=True):

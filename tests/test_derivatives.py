@@ -200,6 +200,23 @@ def test_an_empty_problem_and_empty_rows_give_0(xp):
         assert [x.shape for x in (*pair[0][:3], *pair[1][:3], *double[1:4])] == 3 * [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@dtypes
+def test_values_without_columns_leave_the_gradient_of_lse(xp, dtype, deterministic):
+    q, k, tq, tk = random(9, 4, 2, 40, 16, dtype=dtype)
+    v = do = np.ones((2, 40, 0), dtype)
+    dlse = np.random.default_rng(2).standard_normal((2, 40)).astype(unrounded(dtype))
+    arrays = {"q": q, "k": k, "v": v, "do": do, "tq": tq, "tk": tk, "tv": v, "tdo": do}
+    known = Known(arrays, {"dlse": dlse})
+    args, options = [xp.put(arrays[name]) for name in ("do", "q", "k", "v")], {"dlse": xp.put(dlse)}
+    found = cuattn.backward(*args, cuattn.forward(*args[1:]), deterministic=deterministic, **options)
+    known.check(GRADIENTS[:3], [xp.get(x) for x in found[:3]])
+    jvp = cuattn.jvp(*args[1:], tq=xp.put(tq), tk=xp.put(tk), tv=xp.put(v), out_dtype=unrounded(dtype))
+    more = {name: xp.put(arrays[name]) for name in ("tq", "tk", "tv", "tdo")}
+    pair = cuattn.backward_jvp(*args, jvp, **more, **options)
+    known.check_pair(*([x if x is None else xp.get(x) for x in part] for part in pair))
+
+
 @dtypes
 def test_same_seed_same_bits(xp, dtype):
     q, k, v, do, tq, tk, tv = map(xp.put, random(4, 7, 2, 130, 32, dtype=dtype))

@@ -54,9 +54,9 @@ def calls(driver, monkeypatch):
     monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: Stream())
     monkeypatch.setattr(interop.ArrayOrigin, "allocator", allocator)
     monkeypatch.setattr(interop, "_kinds", {})
-    dispatch._known.cache_clear()
+    dispatch.forget()
     yield prepared
-    dispatch._known.cache_clear()
+    dispatch.forget()
 
 
 def test_a_warm_call_is_not_checked_again(calls, driver):
@@ -189,7 +189,7 @@ def test_warm_calls_of_score_functions(calls, monkeypatch):
     constants = np.ones(4, np.float32)
 
     def recorded(self, allocate, stream, addresses, *more):
-        runs.append((addresses[3:], more[-1]))
+        runs.append((addresses[3:], more[-2]))
         return run(self, allocate, stream, addresses, *more)
 
     def upload(array, device):
@@ -238,3 +238,147 @@ def test_what_a_score_hides_joins_the_mask(calls):
             cuattn.attention(q, q, q, **given)
             assert calls[-1][0].masks == kinds and calls[-1][0].score is None
     assert len(calls) == 3
+
+
+def test_each_mask_has_tables_of_its_own(calls, driver, monkeypatch):
+    """Also one that lies where another lay, and where another stream reads them."""
+    from cuattn.cuda import tables
+
+    streams, waiting, made = [Stream(), Stream()], [], iter(range(1 << 20))
+
+    def find(self, given, shift, stream, capturing):
+        first, kept = (1 << 36) + 4096 * next(made), given[0]._cache.setdefault("found", {})
+        mine = SimpleNamespace(addresses=[first] * len(self.slots), home=stream, use=waiting.append)
+        return kept.setdefault((self._number, shift), mine)
+
+    def read(mask, stream=streams[0]):
+        monkeypatch.setattr(interop.ArrayOrigin, "stream", lambda self: stream)
+        cuattn.forward(q, q, q, mask=mask)
+        return int(driver.done[-1].argument["table.cols"])
+
+    monkeypatch.setattr(tables.MaskTables, "find", find)
+    q, seen, gone = gpu_array((2, 100, 64)), set(), []
+    read(masks.document([30, 70]))  # prepares what the others launch
+    gc.disable()
+    try:
+        for _ in range(8):
+            mask = masks.document([40, 60])
+            places = {read(mask) for _ in range(3)}
+            assert len(places) == 1 and not places & seen and not waiting
+            assert {read(mask, streams[1]) for _ in range(2)} == places and waiting.pop() and waiting.pop()
+            seen |= places
+            gone.append(weakref.ref(mask))
+            del mask
+            assert gone[-1]() is None  # nothing that is remembered of its calls holds it
+    finally:
+        gc.enable()
+    assert len(calls) == 1
+    first, second = masks.document([40, 60]), masks.document([50, 50])
+    assert len({read(mask) for mask in 2 * (first, second)}) == 2
+
+
+def test_what_a_function_captures_is_looked_at_in_every_call(calls, driver, monkeypatch):
+    from cuattn.cuda.sequence import LaunchSequence
+
+    q, rate, window = gpu_array((2, 4, 100, 64)), 2.0, 7
+
+    def score(s, b, h, i, j):
+        return s + rate * (j - i)
+
+    def visible(b, h, i, j):
+        return (i - j < window) & (i * j % 5 > 0)
+
+    given, run = [], LaunchSequence.run
+    monkeypatch.setattr(LaunchSequence, "run", lambda self, *most: given.append(most[3]) or run(self, *most))
+
+    def numbers():
+        return [float(driver.done[-1].argument[x]) for x in driver.done[-1].argument.dtype.names if "number" in x]
+
+    for _ in range(3):
+        for rate in (2.0, 3.0):
+            cuattn.forward(q, q, q, score=score)
+            assert numbers() == [rate]
+    assert len(calls) == 1
+    for _ in range(3):
+        for window in (7, 9):
+            cuattn.forward(q, q, q, mask=visible)
+            assert f"{window})" in repr(given[-1])
+    assert len(calls) == 3
+    score.__code__ = (lambda s, b, h, i, j: s - rate * i).__code__
+    cuattn.forward(q, q, q, score=score)
+    assert len(calls) == 4
+
+
+def test_functions_of_parts_are_of_their_places(calls, monkeypatch):
+    from cuattn.cuda.sequence import LaunchSequence
+
+    given, run = [], LaunchSequence.run
+    monkeypatch.setattr(LaunchSequence, "run", lambda self, *most: given.append(most[3]) or run(self, *most))
+    q, odd = gpu_array((2, 4, 100, 64)), lambda b, h, i, j: (i * j) % 5 > 0
+    column = masks.document([40, 60])
+
+    def hiding(s, b, h, i, j):
+        return np.where((i + j) % 3 > 0, s, -np.inf)
+
+    for _ in range(2):
+        for row in (0, 32, 64):
+            cuattn.forward(q, q, q, mask=odd, origin=cuattn.Origin(row=row))
+            (mask,) = given[-1]
+            assert mask._i[0] == row
+            cuattn.forward(q, q, q, mask=column, score=hiding, origin=cuattn.Origin(row=row))
+            first, mask = given[-1]
+            assert first is column and mask._i[0] == row
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_warm_calls_on_the_host_compute_what_the_first_did(kind):
+    """With masks, functions, numbers and arrays that are others in each call."""
+    x = np.random.default_rng(0).standard_normal((2, 2, 40, 16), np.float32)
+    torch = pytest.importorskip("torch") if kind == "torch" else None
+
+    rate = 1.0
+
+    def score(s, b, h, i, j, slope, factor):
+        return s + slope[h] * factor * (j - i)
+
+    def own(s, b, h, i, j, slope):
+        return s + slope[h] * (j - i) * rate
+
+    def computed(x, slope, factor, mask):
+        q, args = (torch.from_numpy(x), (torch.from_numpy(slope), factor)) if torch else (x, (slope, factor))
+        return np.asarray(cuattn.attention(q, q, q, score=score, score_args=args, mask=mask)), np.asarray(
+            cuattn.attention(q, q, q, score=own, score_args=args[:1], mask=mask)
+        )
+
+    def formula(x, slope, factor, mask):
+        i, j = np.mgrid[:40, :40]
+        s = x @ x.swapaxes(-1, -2) / 4 + slope[:, None, None] * factor * (j - i)
+        s = np.where(mask(0, 0, i, j) if callable(mask) else mask.dense(), s, -np.inf)
+        p = np.exp(s - s.max(-1, keepdims=True))
+        return p / p.sum(-1, keepdims=True) @ x
+
+    slopes, given = (np.array([0.5, 0.25]), np.array([1.0, -0.5])), []
+    for mask in (masks.causal_document([10, 30]), masks.causal_document([25, 15]), lambda b, h, i, j: (i * j) % 7 != 1):
+        given += [
+            (y, slope.astype(np.float32), factor, mask)
+            for y in (x, x[:1])
+            for slope in slopes
+            for factor in (1.0, 2.0, 3)
+        ]
+    for _ in range(2):
+        for one in given:
+            rate = one[2]
+            for found in computed(*one):
+                np.testing.assert_allclose(found, formula(*one), atol=2e-5)
+
+
+def test_calls_can_be_forgotten(calls):
+    """Also those that masks and functions remember."""
+    q, mask = gpu_array((2, 100, 64)), masks.document([40, 60])
+    given = {}, {"mask": mask}, {"score": lambda s, b, h, i, j: s * i}, {"mask": lambda b, h, i, j: i * j % 5 > 0}
+    for turn in (1, 2):
+        for _ in range(3):
+            for options in given:
+                cuattn.forward(q, q, q, **options)
+        assert len(calls) == turn * len(given)
+        dispatch.forget()

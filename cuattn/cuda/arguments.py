@@ -129,6 +129,11 @@ def layout_fields(name: str, steps: tuple[int, ...], axes: Axes, rank: int) -> d
     return {f"{name}.batch": axes.pick(steps), **{f"{name}.{field}": step for field, step in inner}}
 
 
+def address_of(array: Any) -> int:
+    """Return where an array is; 0 for none."""
+    return 0 if array is None else array.data.ptr
+
+
 def load_bytes(*arrays: Any) -> int:
     """Return the widest access (16, 8, 4 or 2 bytes) that the arrays' addresses and row strides allow."""
     return math.gcd(16, *chain(*((array.data.ptr, *row_strides(array)) for array in arrays)))

@@ -122,7 +122,19 @@ class Call:
             self.device.number, inputs if score is None else [*inputs, *score.names], results, scratch, counters,
             problem, self.functions,
         )  # fmt: skip
-        self.slots = slots_of(name for name in self.sequence.names if name != "mask")
+        taken = slots_of(name for name in self.sequence.names if name != "mask")
+        self.slots = {slot: self.addressed(name) for slot, name in taken.items()}
+
+    def addressed(self, name: str) -> str:
+        """Return whose address stands for an array's: an empty one has none, and copies of nothing must name one."""
+        return "k" if name in self.arrays and 0 in self.arrays[name].shape else name
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients may differ from 0: by values that have columns, or by the rows' log-sum-exps."""
+        problem = self.problem
+        scores = problem.n_queries * problem.n_keys * problem.instances
+        return scores > 0 and (problem.head_dim_v > 0 or "dlse" in self.operands)
 
     def load_bytes(self, *names: str) -> int:
         """Return the widest access that the addresses and row strides of the named operands allow."""

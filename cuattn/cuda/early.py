@@ -32,8 +32,12 @@ _EARLY = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1
 
 
 @lru_cache(maxsize=64)
-def launcher(device: int) -> Callable[..., int] | None:
-    """Return what launches early on a GPU, if it does: it takes what ``cuLaunchKernel`` takes and returns 0."""
+def launcher(device: int) -> Callable[..., Callable[[int, int], int]] | None:
+    """Return what prepares early launches on a GPU, if it does them.
+
+    It takes a function, grid, block and shared memory, as ``cuLaunchKernel`` does.  What it returns launches that on a
+    stream with arguments, for one thread at a time, and returns 0.
+    """
     import cupy
 
     capability = int(device_of(device).arch.removeprefix("sm_"))
@@ -42,9 +46,14 @@ def launcher(device: int) -> Callable[..., int] | None:
     function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     function.argtypes = [ctypes.c_void_p] * 4
 
-    def launch(pointer: int, *shape_and_stream: int) -> int:
-        *shape, stream, arguments, extra = shape_and_stream
-        config = _Config((ctypes.c_uint * 7)(*shape), stream, ctypes.addressof(_EARLY), 1)
-        return function(ctypes.addressof(config), pointer, arguments, extra)
+    def prepared(pointer: int, *shape: int) -> Callable[[int, int], int]:
+        config = _Config((ctypes.c_uint * 7)(*shape), None, ctypes.addressof(_EARLY), 1)
+        address = ctypes.addressof(config)
 
-    return launch
+        def launch(stream: int, arguments: int) -> int:
+            config.stream = stream
+            return function(address, pointer, arguments, None)
+
+        return launch
+
+    return prepared

@@ -77,6 +77,7 @@ class Functions:
         made = source(functions, score.facts, dtype, short=problem.dtype.itemsize == 2)
         arrays = tuple(operands[name] for name in score.names)
         self.text, self._nodes = made.text, made.numbers
+        self._last: tuple[tuple[Any, ...], list[Change]] = (), []  # numbers, and what they change
         self._numbers = struct.Struct("=" + "".join(map(_FORMATS.get, score.facts.numbers)))
         self.dtype = derived(PARAMS, made.arguments, _PREFIX)
         blank = made.pack(Bound(score.root, arrays, (1,) * len(score.facts.numbers)), (0,) * len(arrays))
@@ -86,7 +87,11 @@ class Functions:
 
     def changes(self, numbers: tuple[Any, ...]) -> list[Change]:
         """Return what gives an argument the numbers of a call, by slot of the graph's parameters."""
-        return self._changes(self._numbers.pack(*numbers)) if self._nodes else []
+        last, found = self._last
+        if numbers is not last:
+            found = self._changes(self._numbers.pack(*numbers)) if self._nodes else []
+            self._last = numbers, found
+        return found
 
     @functools.cached_property
     def _changes(self) -> Callable[[bytes], list[Change]]:

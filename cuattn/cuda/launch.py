@@ -1,5 +1,6 @@
 """One launch of a kernel: arguments prepared once, completed with addresses in each call."""
 
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from cuattn.cuda.params import PARAMS
 from cuattn.cuda.source import constants_of
 
 _WORD = 8  # bytes
-_DESCRIBED = 64  # sets of addresses whose descriptions a kernel keeps
+_KEPT = 128  # sets of addresses for which arguments are kept
 
 
 @dataclass(slots=True)
@@ -26,7 +27,21 @@ class Piece:
     words: memoryview
     halves: memoryview  # the same, in 32 bits each
     arguments: int  # where the addresses are
-    tables: Sequence[int] = ()  # those of tables that it holds
+    maps: Sequence[Any] = ()  # the arguments behind the first
+    tables: Sequence[int] = ()  # the addresses of tables that it holds
+    changes: Sequence[Change] = ()  # and the changes
+    early: Callable[[int, int], int] | None = None  # what launches it early
+
+
+class Idle(dict[tuple[int, ...], Any]):
+    """Arguments that no launch is being made of, by the addresses that they hold."""
+
+    def oldest(self) -> Any:
+        """Take those that were not used for longest, if many are kept; else return None."""
+        try:
+            return self.pop(next(iter(self))) if len(self) >= _KEPT else None
+        except (KeyError, RuntimeError):  # another thread took them
+            return None
 
 
 class Kernel:
@@ -92,7 +107,7 @@ class Kernel:
         record = np.zeros((), dtype)
         for name, value in values.items():
             record[name] = value
-        self._template = np.frombuffer(record.tobytes(), np.uint64)
+        self._template = record.tobytes()
         named = [
             (word, name)
             for slot, taken in slots.items()
@@ -100,91 +115,83 @@ class Kernel:
         ]
         self._slots = [(word, names[name]) for word, name in named if name not in tables]
         self._table_slots = [(word, tables[name]) for word, name in named if name in tables]
-        self._mapped = [names[name] for name, _ in maps]
-        self._described = functools.lru_cache(_DESCRIBED)(functools.partial(_described, [each for _, each in maps]))
-        self._idle: list[Piece] = []  # arguments that no launch is being made of
+        self._maps = [(names[name], describe) for name, describe in maps]
+        self._idle = Idle()
         self.dtype, self._early = dtype, early
         self.is_placed = dtype.names[0] == PARAMS.names[0]
         self.is_traced = any(name.startswith("traced.") for name in dtype.names)
 
     @functools.cached_property
-    def _launched(self) -> tuple[Any, tuple[int, ...]]:
-        """The function, and what the driver is told in every launch: it, grid, block and shared memory.
+    def _launched(self) -> tuple[Any, tuple[int, ...], Callable[..., Any] | None]:
+        """The function; what the driver is told in every launch: it, grid, block, shared memory; what launches early.
 
         It is held here: of threads that need it first at the same time each has loaded its own.
         """
         found = function(*self._found)
-        return found, (found.ptr, *self._shape)
+        return found, (found.ptr, *self._shape), launcher(self._found[0]) if self._early else None
 
-    def _piece(self) -> Piece:
+    def piece(self) -> Piece:
         """Return memory with the first argument and with room for the addresses of all."""
-        size = len(self._template)
-        storage = np.zeros(size + 1 + len(self._mapped), np.uint64)
-        storage[:size] = self._template
-        storage[size] = storage.ctypes.data
-        words = memoryview(storage)
-        return Piece(words, words.cast("B").cast("I"), storage.ctypes.data + _WORD * size)
+        storage = bytearray(self._template) + bytes(_WORD * (1 + len(self._maps)))  # NumPy's takes four times as long
+        start, end = ctypes.addressof(ctypes.c_char.from_buffer(storage)), len(self._template)
+        piece = Piece(memoryview(storage).cast("Q"), memoryview(storage).cast("I"), start + end)
+        piece.words[end // _WORD] = start
+        return piece
 
-    def launch(
-        self,
-        addresses: Sequence[int],
-        stream: int,
-        tables: Sequence[int] = (),
-        changes: Iterable[Change] = (),
-        keep: bool = True,
-    ) -> None:
+    def fill(self, piece: Piece, addresses: Sequence[int]) -> None:
+        """Write addresses into the arguments of a launch."""
+        words = piece.words
+        for word, index in self._slots:
+            words[word] = addresses[index]
+        if self._maps:
+            piece.maps = [describe(addresses[index]) for index, describe in self._maps]
+            for word, described in enumerate(piece.maps, len(words) - len(piece.maps)):
+                words[word] = described.address
+
+    def launch(self, addresses: Iterable[int], stream: int, changes: Sequence[Change] = ()) -> None:
         """Launch on the stream with that handle, on the current device.
 
         Parameters
         ----------
-        addresses : sequence of int
+        addresses : iterable of int
         stream : int
-        tables : sequence of int, optional
-            Further addresses; nobody changes this object.
-        changes : iterable of Change, optional
-            Further words of the first argument.
-        keep : bool, optional
-            Whether every later launch makes these changes, too.
+        changes : sequence of Change, optional
+            Further words of the first argument, the same ones in every launch; nobody changes this object.
 
         Raises
         ------
         CompileError
             The first time.
         """
-        try:
-            piece = self._idle.pop()
-        except IndexError:
-            piece = self._piece()
-        words = piece.words
-        for word, index in self._slots:
-            words[word] = addresses[index]
+        addresses = tuple(addresses)
+        piece = self._idle.pop(addresses, None)
+        if piece is None:
+            piece = self._idle.oldest() or self.piece()
+            self.fill(piece, addresses)
+        self.change(piece, (), changes)
+        self.start(piece, stream)
+        self._idle[addresses] = piece
+
+    def change(self, piece: Piece, tables: Sequence[int], changes: Sequence[Change]) -> None:
+        """Write the addresses of tables, and changes as of :meth:`launch`, where a piece has others."""
         if tables is not piece.tables:
             for word, index in self._table_slots:
-                words[word] = tables[index]
+                piece.words[word] = tables[index]
             piece.tables = tables
-        for half, value in changes:
-            piece.halves[half] = value
-        maps = ()
-        if self._mapped:
-            maps, where = self._described(*[addresses[index] for index in self._mapped])
-            words[-len(maps) :] = where
-        self._start(piece, maps, stream)
-        if keep:
-            self._idle.append(piece)
+        if changes is not piece.changes:
+            for half, value in changes:
+                piece.halves[half] = value
+            piece.changes = changes
 
-    def _start(self, piece: Piece, maps: Sequence[Any], stream: int) -> None:
-        """Launch with the arguments of a piece, which the driver copies; `maps` keeps those behind the first alive."""
+    def start(self, piece: Piece, stream: int) -> None:
+        """Launch with the arguments of a piece, which the driver copies."""
         launch = _thread.launch or _prepare_thread()
-        _held, told = self._launched
-        early = launcher(self._found[0]) if self._early else None
-        if early is None or early(*told, stream, piece.arguments, 0):
-            launch(*told, stream, piece.arguments, 0)
-
-
-def _described(describers: Sequence[Callable[[int], Any]], *addresses: int) -> tuple[list[Any], Any]:
-    """Return what describes arrays, and where these descriptions are."""
-    found = [describe(address) for describe, address in zip(describers, addresses, strict=True)]
-    return found, np.array([each.address for each in found], np.uint64)
+        _held, told, early = self._launched
+        if early is not None:
+            piece.early = piece.early or early(*told)
+            if not piece.early(stream, piece.arguments):
+                return
+        launch(*told, stream, piece.arguments, 0)
 
 
 class _Thread(threading.local):

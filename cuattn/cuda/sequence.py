@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,16 +20,16 @@ import numpy as np
 from cuattn.cuda.arguments import Array, Change, place_changes, state_changes
 from cuattn.cuda.device import counters_of, zero
 from cuattn.cuda.functions import Functions
-from cuattn.cuda.launch import Kernel
-from cuattn.cuda.tables import KeptTables, MaskTables, kept_of
+from cuattn.cuda.launch import Idle, Kernel, Piece
+from cuattn.cuda.tables import KeptTables, MaskTables
 from cuattn.errors import UnsupportedError
 from cuattn.io_model.sizes import align_up
 from cuattn.masks.device import upload
 from cuattn.problem import Place, Problem
 
 _COUNTER_BYTES = 4
-_NO_TABLES = KeptTables((), ())
-_numbers = count()
+_NO_TABLES = KeptTables((), (), None)
+_SHIFTS_KEPT = 16  # places of parts whose tables a call remembers
 _RUNS_KEPT = 256  # shards whose rows or keys come in runs
 
 
@@ -74,16 +74,17 @@ class LaunchSequence:
     ) -> None:
         self.device, self.inputs, self.results = device, tuple(inputs), results
         self._problem, self._functions = problem, functions
-        self._number, self._place = next(_numbers), f"cuda:{device}"
         self._tables: list[MaskTables] = []
         self._kernels: list[Kernel] = []
+        # By whether the call is a part: what a part's place changes no other call would change back.
+        self._idle, self._placed = Idle(), Idle()
         *self._offsets, self.scratch_bytes = accumulate(
             (align_up(array.nbytes) for array in scratch.values()), initial=0
         )
         self._counter_bytes = _COUNTER_BYTES * counters
         names = ["", *inputs, *results, *scratch, *["counters"] * bool(counters)]
         self.names = {name: number for number, name in enumerate(names)}
-        self._plain = self.names.get("mask", 0)  # where the address of a caller's boolean array is
+        self._plain = self.inputs.index("mask") if "mask" in self.inputs else None  # of a caller's boolean array
 
     def add(self, *launched: Any, tables: MaskTables | None = None, **more: Any) -> None:
         """Append a launch: arguments of :class:`Kernel`, and the tables of masks that it reads."""
@@ -114,6 +115,7 @@ class LaunchSequence:
         place: Place | None = None,
         held: Sequence[Any] = (),
         numbers: tuple[Any, ...] = (),
+        tables: dict[int, KeptTables] | None = None,
     ) -> list[Any]:
         """Launch everything on a stream of the current device.
 
@@ -137,6 +139,8 @@ class LaunchSequence:
             Copies that some of the inputs are.
         numbers : tuple, optional
             Those of the score function, by slot.
+        tables : dict, optional
+            Remembers the tables of calls with these masks, by the shift of their places; else each is looked for.
 
         Returns
         -------
@@ -150,49 +154,77 @@ class LaunchSequence:
             changes, blocks = self._told(state, place)
             shift, held = 0 if place is None else place.shift, (*held, *blocks)
         if self._tables:
-            kept = self._kept(masks, shift, stream, capturing)
+            tables = {} if tables is None else tables
+            kept = tables.get(shift)
+            if kept is None or kept.home is not stream:
+                kept = self._kept(masks, shift, stream, capturing, tables)
             needed += 0 if kept else self._table_bytes
         if capturing:
             held = (*held, kept)
             needed += self._counter_bytes
         results, places, keep = allocate(needed, capturing, held)
-        known = [0, *addresses, *places]
-        free = known.pop()
+        free, counters = places[-1], 0
         if not self._kernels:  # there is nothing to compute
             self._zero_results(places, stream)
-        if self._offsets:
-            known += [free + offset for offset in self._offsets]
         if self._counter_bytes:
-            known.append(self._counters(stream, free + needed - self._counter_bytes if capturing else 0))
+            counters = self._counters(stream, free + needed - self._counter_bytes if capturing else 0)
         if kept:
-            tables = kept.addresses
+            tabled = kept.addresses
         else:
-            tables = self._filled(masks, known[self._plain], shift, free + self.scratch_bytes, stream)
-        with_numbers = [*changes, *self._functions.changes(numbers)] if numbers else changes
-        for kernel in self._kernels:
+            plain = addresses[self._plain] if self._plain is not None else 0
+            tabled = self._filled(masks, plain, shift, free + self.scratch_bytes, stream)
+        with_numbers = self._with_numbers(changes, numbers) if numbers else changes
+        idle, known = self._idle if place is None else self._placed, (*addresses, *places, counters)
+        pieces = idle.pop(known, None) or self._pieces(known, idle.oldest())
+        for kernel, piece in pieces:
             own = with_numbers if kernel.is_traced else changes if kernel.is_placed else ()
-            kernel.launch(known, handle, tables, own, place is None)
+            if tabled is not piece.tables or own is not piece.changes:
+                kernel.change(piece, tabled, own)
+            kernel.start(piece, handle)
+        idle[known] = pieces
         del keep
         return results
 
-    def _kept(self, masks: Sequence[Any], shift: int, stream: Any, capturing: bool) -> KeptTables | None:
+    def _with_numbers(self, changes: Sequence[Change], numbers: tuple[Any, ...]) -> Sequence[Change]:
+        """Return changes with those that numbers make; these alone are the same object for the same numbers."""
+        more = self._functions.changes(numbers)
+        return [*changes, *more] if changes else more
+
+    def _pieces(self, known: tuple[int, ...], pieces: list[tuple[Kernel, Piece]] | None) -> list[tuple[Kernel, Piece]]:
+        """Return each kernel with its arguments at some addresses, in memory of their own or in that of others."""
+        *addresses, free, counters = 0, *known
+        if self._offsets:
+            addresses += [free + offset for offset in self._offsets]
+        addresses.append(counters)
+        pieces = pieces or [(kernel, kernel.piece()) for kernel in self._kernels]
+        for kernel, piece in pieces:
+            kernel.fill(piece, addresses)
+        return pieces
+
+    def _kept(
+        self, masks: Sequence[Any], shift: int, stream: Any, capturing: bool, known: dict[int, KeptTables]
+    ) -> KeptTables | None:
         """Return the tables that masks keep, or None where the call must fill tables of its own.
 
         It must for a caller's boolean array, which may change from call to call, and may have to while `stream` is
         captured.
         """
-        if not self._tables[0].lasting:
-            return None
-        cell = kept_of(masks, self._place)(self._number, shift, *map(id, masks[1:]))
-        if not cell:
+        found = known.get(shift)
+        if found is None:
+            if not self._tables[0].lasting:
+                return None
             made = [table.find(masks, shift, stream, capturing) for table in self._tables]
             if None in made:
                 return None
-            cell.append(KeptTables(made, [address for table in made for address in table.addresses]))
-        for table in cell[0].tables:
-            if table.home is not stream:
+            if len(known) >= _SHIFTS_KEPT:
+                known.clear()
+            addresses = [address for table in made for address in table.addresses]
+            home = stream if all(table.home is stream for table in made) else None
+            found = known[shift] = KeptTables(made, addresses, home)
+        if found.home is not stream:
+            for table in found.tables:
                 table.use(stream)
-        return cell[0]
+        return found
 
     def _filled(self, masks: Sequence[Any], plain: int, shift: int, free: int, stream: Any) -> list[int]:
         """Return the addresses of the call's own tables, filled where memory is free."""

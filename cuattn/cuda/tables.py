@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, count
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from cuattn.problem import Problem
 
 _MAX_GRID = 2**31 - 1
 _ZEROED = 2  # tables, the last, that are zeros before they are written
-_KEPT = 8  # kinds of calls whose tables a mask keeps on each device
+_KEPT = 16  # tables that a mask keeps on each device
 
 _numbers = count()
 _PREFIX = "visible."  # of the arguments of a mask function
@@ -51,16 +51,11 @@ class Kept:
 
 
 class KeptTables(NamedTuple):
-    """All tables of a call, and their addresses."""
+    """All tables of a call, their addresses, and the stream that wrote them all, if one did."""
 
     tables: Sequence[Kept]
     addresses: Sequence[int]
-
-
-def kept_of(masks: Sequence[Mask], place: str) -> Callable[..., list[KeptTables]]:
-    """Return what remembers the tables of calls with the first of some masks at a place, in a list for each key."""
-    cache = masks[0]._cache
-    return cache.get(place) or cache.setdefault(place, functools.lru_cache(_KEPT)(lambda *key: []))
+    home: Any
 
 
 def _give_back(home: Any, users: dict[int, Any], device: int) -> None:
@@ -232,10 +227,12 @@ class MaskTables:
         shift : int
             What is added to the band's offset.
         """
-        made = masks[0]._cache.setdefault(self._place, weakref.WeakValueDictionary())
+        made = masks[0]._cache.setdefault(self._place, {})
         key = self._number, shift, *map(id, masks[1:])
         kept = made.get(key)
         if kept is None and not capturing:
+            while len(made) >= _KEPT:
+                made.pop(next(iter(made)), None)
             kept = made[key] = self._make(masks, shift, stream)
         return kept
 

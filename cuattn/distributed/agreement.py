@@ -20,7 +20,8 @@ T = TypeVar("T")
 def agreed(comm: Comm, check: Callable[[], T]) -> T:
     """Return what a check returns; if it fails on any rank all raise.
 
-    If it fails on all of them with errors of one class, each raises its own, else a `DistributedError`.
+    If it fails on all of them with errors of one class, each raises its own, else a `DistributedError`; a rank that was
+    interrupted raises its interruption.
     """
     found, error = _tried(check)
     _raise_all(comm, comm.allgather(_told(error)), error)
@@ -55,22 +56,23 @@ def same(comm: Comm, state: Callable[[], tuple[Mapping[str, Any], T]]) -> list[T
     return [brought for _, _, brought in everywhere]
 
 
-def _tried(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _tried(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return function(), None
-    except Exception as error:  # whatever it is, the other ranks must learn of it
+    except BaseException as error:  # also KeyboardInterrupt: whatever it is, the other ranks must learn of it
         return None, error
 
 
-def _told(error: Exception | None) -> tuple[str, str] | None:
+def _told(error: BaseException | None) -> tuple[str, str] | None:
     return None if error is None else (type(error).__name__, str(error))
 
 
-def _raise_all(comm: Comm, told: list[tuple[str, str] | None], error: Exception | None) -> None:
+def _raise_all(comm: Comm, told: list[tuple[str, str] | None], error: BaseException | None) -> None:
     failed = {rank: f"{one[0]}: {one[1]}" for rank, one in enumerate(told) if one is not None}
     if not failed:
         return
-    if error is not None and len(failed) == comm.size and len({one[0] for one in told if one}) == 1:
+    alike = len(failed) == comm.size and len({one[0] for one in told if one}) == 1
+    if error is not None and (alike or not isinstance(error, Exception)):
         raise error
     message = "the arguments were refused" if isinstance(error, CuattnError) else "the call failed"
     raise DistributedError(f"{message} on {len(failed)} of {comm.size} ranks", failed) from error

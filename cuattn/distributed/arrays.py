@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuattn import interop
+from cuattn.distributed import flight
 from cuattn.distributed.comm import Comm
 from cuattn.masks.device import namespace
 from cuattn.masks.runs import Runs, kept_before, length_of
@@ -91,13 +92,9 @@ def contiguous(array: Any) -> Any:
 def gathered(comm: Comm, mine: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Return the arrays of all ranks, by rank, given their shapes."""
     mine = contiguous(mine)
-    peers = [peer for peer in range(comm.size) if peer != comm.rank]
-    parts = [
-        mine if peer == comm.rank else namespace(mine).empty(shapes[peer], mine.dtype) for peer in range(comm.size)
-    ]
-    comm.exchange(
-        [(peer, mine) for peer in peers if mine.size], [(peer, parts[peer]) for peer in peers if parts[peer].size]
-    )
+    xp = namespace(mine)
+    parts = [mine if peer == comm.rank else xp.empty(shape, mine.dtype) for peer, shape in enumerate(shapes)]
+    flight.start(comm, [(peer, mine) for peer in range(comm.size)], list(enumerate(parts)))()
     return parts
 
 

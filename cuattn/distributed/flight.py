@@ -17,8 +17,10 @@ _streams = threading.local()
 def start(comm: Comm, sends: Messages, recvs: Messages) -> Callable[[], None]:
     """Send and receive; return what lets the caller's current stream wait for it.  On the host nothing is left to do.
 
-    The arrays must live until then: messages are ordered behind what the current stream did before.
+    Messages to itself and empty ones are skipped.  The arrays must live until then: messages are ordered behind what
+    the current stream did before.
     """
+    sends, recvs = ([(peer, x) for peer, x in each if peer != comm.rank and x.size] for each in (sends, recvs))
     device = next((x.device for _, x in (*sends, *recvs) if not isinstance(x, np.ndarray)), None)
     if device is None:
         if sends or recvs:

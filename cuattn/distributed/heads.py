@@ -132,11 +132,7 @@ class Heads:
             peer: {n: x if peer == me else namespace(x).empty(shape(n, peer), x.dtype) for n, x in sent[me].items()}
             for peer in self._members
         }
-        pairs = [
-            [(peer, x) for peer in self._members if peer != me for x in those[peer].values() if x.size]
-            for those in (sent, parts)
-        ]
-        start(self._comm, *pairs)()
+        start(self._comm, *([(peer, x) for peer in each for x in each[peer].values()] for each in (sent, parts)))()
         return parts
 
 

@@ -29,17 +29,11 @@ def as_bytes(array: Any) -> Any:
     return array.reshape(-1).view(np.uint8)
 
 
-def gathered_by_messages(comm: Any, obj: Any) -> list[Any]:
-    """Return the objects of all ranks, sent as messages of host arrays."""
-    mine = np.frombuffer(pickle.dumps(obj), np.uint8)
-    sizes = gathered(comm, np.array([mine.size]), [(1,)] * comm.size)
-    return [pickle.loads(each.tobytes()) for each in gathered(comm, mine, [(int(size[0]),) for size in sizes])]
-
-
 class Process(Closing):
     """What comms of processes share: messages of GPUs by NCCL where each rank has its own, else through host memory.
 
-    Subclasses send host arrays (`_exchange`) and objects (`allgather`).
+    Subclasses send host arrays (`_exchange`).  A call that fails, or is interrupted, breaks the comm: what is left of
+    its messages would be taken for others'.
     """
 
     rank: int
@@ -64,12 +58,18 @@ class Process(Closing):
                 self._nccl.exchange(sends, recvs, stream=stream)
             else:
                 self._through_host(sends, recvs, stream)
-        except DistributedError as error:
-            self._broken = error
-            raise
+        except BaseException as error:
+            known = isinstance(error, DistributedError)
+            text = f"{type(error).__name__}: {error}"
+            self._broken = error if known else DistributedError("messages failed", {self.rank: text})
+            if known or not isinstance(error, Exception):
+                raise
+            raise self._broken from error
 
     def check(self) -> None:
-        """Raise if an earlier call missed its deadline."""
+        """Raise if an earlier call failed; with NCCL, which fails after the call, also if that has by now."""
+        if self._nccl is not None and self._nccl.failed:
+            self._broken = self._broken or DistributedError("NCCL failed", {self.rank: self._nccl.failed})
         if self._broken is not None:
             raise DistributedError("the comm is broken, since an earlier call failed", self._broken.ranks)
 
@@ -87,8 +87,10 @@ class Process(Closing):
         raise NotImplementedError
 
     def allgather(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks, by rank."""
-        raise NotImplementedError
+        """Return the objects of all ranks, by rank: by messages, so that it is known who does not answer."""
+        mine = np.frombuffer(bytearray(pickle.dumps(obj)), np.uint8)
+        sizes = gathered(self, np.array([mine.size]), [(1,)] * self.size)
+        return [pickle.loads(each.tobytes()) for each in gathered(self, mine, [(int(size[0]),) for size in sizes])]
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
@@ -130,18 +132,21 @@ class Nccl:
     nccl : cupy.cuda.nccl.NcclCommunicator
     timeout : float
         Seconds that work on the GPU may take; then the communicator is aborted, which ends it.
+
+    Attributes
+    ----------
+    failed : str
+        Why the communicator was aborted, and cannot be used again; else empty.
     """
 
     def __init__(self, nccl: Any, timeout: float) -> None:
-        self._nccl, self._timeout, self._late = nccl, timeout, False
+        self._nccl, self._timeout, self.failed = nccl, timeout, ""
         self._pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._watch, name="cuattn-nccl", daemon=True).start()
 
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Enqueue messages."""
         cuda = load_cupy("array").cuda
-        if self._late:
-            raise DistributedError(f"NCCL failed, or did not finish within {self._timeout:g} s")
         stream, done = stream or cuda.get_current_stream(), cuda.Event(disable_timing=True)
         enqueued = threading.Event()  # which waits for peers, too, when they first meet
         self._pending.put((enqueued, done, cuda.Device(), time.monotonic() + self._timeout))
@@ -163,10 +168,7 @@ class Nccl:
                 while not (done := enqueued.is_set() and event.done) and time.monotonic() < end and self._sound():
                     time.sleep(1e-2)
                 if not done:
-                    self._late = True
-                    LOG.error("NCCL failed, or did not finish within %g s: aborted", self._timeout)
-                    self._nccl.abort()
-                    return
+                    return self.abort(f"NCCL failed, or did not finish within {self._timeout:g} s")
 
     def _sound(self) -> bool:
         """Return whether NCCL knows of no error."""
@@ -176,10 +178,17 @@ class Nccl:
             return False
         return True
 
+    def abort(self, why: str) -> None:
+        """End all work of this rank on the GPU."""
+        if not self.failed:
+            self.failed = why
+            LOG.error("%s: aborted", why)
+            self._nccl.abort()
+
     def close(self, *, destroy: bool = True) -> None:
         """End, and free the communicator."""
         self._pending.put(None)
-        if destroy and not self._late:
+        if destroy and not self.failed:
             self._nccl.destroy()
 
 
@@ -188,7 +197,7 @@ class OfNccl(Process):
 
     def __init__(self, nccl: Any, timeout: float) -> None:
         self.rank, self.size, self.timeout = nccl.rank_id(), nccl.size(), timeout
-        self.local_size, self._own, self._nccl = self.size, nccl, Nccl(nccl, timeout)
+        self.local_size, self._nccl = self.size, Nccl(nccl, timeout)
 
     def _exchange(self, sends: Messages, recvs: Messages) -> None:
         cupy = load_cupy("array")
@@ -198,13 +207,10 @@ class OfNccl(Process):
         for (_, array), (_, copy) in zip(recvs, theirs, strict=True):
             array[...] = copy.get()
 
-    def allgather(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks, by rank."""
-        return gathered_by_messages(self, obj)
-
     def abort(self) -> None:
         """Let all work of this rank on the GPU end, and that of others by their deadlines."""
-        self._own.abort()
+        if self._nccl is not None:
+            self._nccl.abort("abort() was called")
 
     def close(self) -> None:
         """Leave the communicator to its owner."""

@@ -17,7 +17,6 @@ from cuattn.distributed.walk import steps
 from cuattn.distributed.work import Work, work_of
 from cuattn.masks.base import Mask
 from cuattn.plans import Plan, readable_bytes
-from cuattn.problem import Problem
 
 ALGORITHMS = ("needed", "ring", "heads", "2d", "combine", "gather")
 """In the order of preference where costs are equal; the last is used only if it is asked for."""
@@ -80,14 +79,6 @@ class Size:
     head_dim_v: int
     itemsize: int
     sums: int
-
-    @classmethod
-    def of(cls, problem: Problem, backward: bool) -> Size:
-        """Return the size of a problem, of any lengths."""
-        sums = problem.stat_dtype.itemsize
-        dims = problem.head_dim, problem.head_dim_v
-        batch = math.prod(problem.batch)
-        return cls(backward, batch, problem.heads, problem.kv_heads, *dims, problem.dtype.itemsize, sums)
 
     @property
     def flops(self) -> float:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import time
 from typing import Any
-
-import numpy as np
 
 from cuattn.distributed.comm import Deadline, DistributedError, Messages
 from cuattn.distributed.host import Process
@@ -51,43 +48,29 @@ class OfMpi(Process):
     def __init__(self, group: Any, timeout: float) -> None:
         from mpi4py import MPI
 
-        self._mpi, self._comm, self.timeout = MPI, group.Dup(), timeout
-        self.rank, self.size = self._comm.rank, self._comm.size
+        _abort_on_exceptions(MPI)
+        self._mpi, self.timeout, self.rank, self.size = MPI, timeout, group.rank, group.size
+        self._comm, request = group.Idup()
+        Deadline(timeout).wait(request.Test, lambda: {self.rank: "waited for the others to connect"})
         local = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = local.rank, local.size
         local.Free()
-        _abort_on_exceptions(MPI)
 
     def _exchange(self, sends: Messages, recvs: Messages) -> None:
+        messages = (*recvs, *sends)
         requests = [self._comm.Irecv([array, self._mpi.BYTE], peer) for peer, array in recvs]
-        peers = [peer for peer, _ in (*recvs, *sends)]
         requests += [self._comm.Isend([array, self._mpi.BYTE], peer) for peer, array in sends]
-        self._finish(requests, peers)
-
-    def _finish(self, requests: list[Any], peers: list[int]) -> None:
-        """Wait for messages from and to peers."""
+        statuses = [self._mpi.Status() for _ in messages]
 
         def late() -> dict[int, str]:
-            left = [peer for peer, request in zip(peers, requests, strict=True) if not request.Test()]
+            left = [peer for (peer, _), request in zip(messages, requests, strict=True) if not request.Test()]
             return dict.fromkeys(left, f"did not answer rank {self.rank}")
 
-        Deadline(self.timeout).wait(lambda: self._mpi.Request.Testall(requests), late)
-
-    def allgather(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks, by rank."""
-        self.check()
-        mine = np.frombuffer(pickle.dumps(obj), np.uint8)
-        sizes, own = np.empty(self.size, np.int64), np.array([mine.size], np.int64)
-        try:
-            self._finish([self._comm.Iallgather(own, sizes)], [-1])
-            every, starts = np.empty(sizes.sum(), np.uint8), np.cumsum(sizes) - sizes
-            self._finish([self._comm.Iallgatherv(mine, [every, sizes, starts, self._mpi.BYTE])], [-1])
-        except DistributedError as error:
-            self._broken = DistributedError(
-                f"no answer within {self.timeout:g} s", {self.rank: "waited for the others"}
-            )
-            raise self._broken from error
-        return [pickle.loads(every[at : at + n].tobytes()) for at, n in zip(starts, sizes, strict=True)]
+        Deadline(self.timeout).wait(lambda: self._mpi.Request.Testall(requests, statuses), late)
+        for (_, array), status in zip(recvs, statuses, strict=False):  # MPI itself takes shorter ones
+            if status.Get_count(self._mpi.BYTE) != array.nbytes:
+                found = status.Get_count(self._mpi.BYTE)
+                raise DistributedError(f"a message has {found} bytes; expected {array.nbytes}")
 
     def abort(self) -> None:
         """End all processes of the job."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
-from cuattn.distributed.comm import Messages
+from cuattn.distributed.comm import DistributedError, Messages
 from cuattn.distributed.host import NCCL_BLOCKS, Process, as_bytes
 from cuattn.masks.device import load_cupy
 
 
 class OfProcessGroup(Process):
-    """The comm of a process group, which has its own deadlines."""
+    """The comm of a process group; one of NCCL alone, and arrays on GPUs, have the group's own deadlines."""
 
     def __init__(self, group: Any, timeout: float) -> None:
         import torch
 
         self._torch, self._group, self.timeout = torch, group, timeout
         self.rank, self.size = group.rank(), group.size()
-        self._takes_gpus = "nccl" in str(torch.distributed.get_backend(group))
+        self._backend = str(torch.distributed.get_backend(group))
+        self._takes_gpus = "nccl" in self._backend
 
     @property
     def sm_margin(self) -> int:
@@ -29,9 +32,21 @@ class OfProcessGroup(Process):
             return super()._through_host(sends, recvs, stream)
         stream = stream or load_cupy("array").cuda.get_current_stream()
         with self._torch.cuda.stream(self._torch.cuda.ExternalStream(stream.ptr)):
-            self._exchange(*([(peer, as_bytes(x)) for peer, x in pairs] for pairs in (sends, recvs)))
+            for work in self._begun(*([(peer, as_bytes(x)) for peer, x in pairs] for pairs in (sends, recvs))):
+                work.wait()
 
     def _exchange(self, sends: Messages, recvs: Messages) -> None:
+        end, failed = time.monotonic() + self.timeout, {}
+        for (peer, _), work in zip((*sends, *recvs), self._begun(sends, recvs), strict=True):
+            try:
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+            except RuntimeError as error:
+                failed[peer] = str(error)
+        if failed:
+            raise DistributedError(f"messages failed, or did not arrive within {self.timeout:g} s", failed)
+
+    def _begun(self, sends: Messages, recvs: Messages) -> list[Any]:
+        """Begin to send and to receive; return what waits for it, of host arrays by message."""
         found = self._torch.distributed
         ranks = found.get_process_group_ranks(self._group)
         operations = [
@@ -39,16 +54,17 @@ class OfProcessGroup(Process):
             for call, messages in ((found.isend, sends), (found.irecv, recvs))
             for peer, array in messages
         ]
-        for work in found.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        return found.batch_isend_irecv(operations) if operations else []
 
     def allgather(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, by rank."""
+        if self._backend != "nccl":
+            return super().allgather(obj)
         every = [None] * self.size
         self._torch.distributed.all_gather_object(every, obj, self._group)
         return every
 
     def abort(self) -> None:
-        """Let work that is under way fail."""
-        if hasattr(self._group, "abort"):
-            self._group.abort()
+        """Let work that is under way fail; over gloo that of others does at their deadlines."""
+        self._broken = self._broken or DistributedError("abort() was called", {self.rank: "called abort()"})
+        self._group.abort()

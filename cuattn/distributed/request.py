@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +25,6 @@ from cuattn.interop import Outputs
 from cuattn.masks.base import Mask
 from cuattn.masks.runs import length_of
 from cuattn.problem import DTYPES, Operation, Options, Origin, check_axes, check_band, check_state
-from cuattn.problem.scalars import check_out_dtype
 from cuattn.rng import BLOCK, RNGState, recorded, resolve, threshold
 
 _OWN = ("mask", "bias", "origin", "out", "rng", "dlse", "score_args")  # settings that parts are not given as they are
@@ -64,6 +63,10 @@ class Request:
         Their kind and place.
     rows, keys : Layout
     whole : Whole
+    learned : dict of int to array
+        The arrays among score_args that are differentiated, by number.
+    made : dict of str to (shape, dtype)
+        Of each result.
     """
 
     def __init__(
@@ -142,8 +145,6 @@ class Request:
         if isinstance(args, tuple | list):
             args = tuple(views.pop(f"score_args[{n}]", x) for n, x in enumerate(args))
         self._score_args, self.arrays = args, views
-        self._own_dtypes = {name: np.dtype(x.dtype) for name, x in views.items()}
-        self._own_dtypes |= {f"score{n}": np.dtype(x.dtype) for n, x in self.learned.items()}
 
     def _plain(self) -> Any:
         """Return the state as other ranks can have it: not with an offset on this one's GPU."""
@@ -153,11 +154,6 @@ class Request:
     def _settle(self, everyone: list[dict[str, Any]]) -> None:
         """Check this rank's arguments against the whole problem, given what each rank brings."""
         settings, arrays = self.settings, self.arrays
-        if self.operation.replays and self.dtype == np.float64:  # gradients of parts have their operand's dtype
-            learned, args = self.learned, enumerate(self._score_args)
-            self._score_args = tuple(x.astype(self.dtype) if n in learned else x for n, x in args)
-            if "bias" in arrays:
-                arrays["bias"] = arrays["bias"].astype(self.dtype, copy=False)
         if self.placing["algorithm"] not in (None, *ALGORITHMS):
             names = ", ".join(map(repr, ALGORITHMS))
             raise ArgumentError(f"algorithm is {shown(self.placing['algorithm'])}; expected None or one of {names}")
@@ -185,6 +181,7 @@ class Request:
         if "bias" in arrays:
             self._check_bias([one["rows"][0] for one in everyone])
         self._check_part()
+        self._widen()
         self._choose(batch, (heads, kv_heads), {x[-3] if len(x) > 2 else 1 for x in (q, k, v)})
         self._outputs.check(self.made, arrays, self.home)
 
@@ -193,25 +190,44 @@ class Request:
         bias = self.arrays["bias"]
         if bias.shape[-1] not in (1, self.keys.n):
             raise ShapeError(f"bias has shape {tuple(bias.shape)}; expected this rank's rows by all {self.keys.n} keys")
-        if all(n == 1 for n in rows) and max(self.rows.lengths) > 1:
+        own = self.arrays["q"].shape[-2]
+        if all(n == 1 for n in rows) and any(n != 1 for n in self.rows.lengths):
             self.arrays["key_bias"] = self.arrays.pop("bias")
+        elif bias.shape[-2] != own:
+            raise ShapeError(
+                f"bias has shape {tuple(bias.shape)}; expected {own} rows, this rank's, or 1 on every rank"
+            )
 
     def _check_part(self) -> None:
         """Check everything else, as for the part of this rank's rows and keys."""
         rows, keys = (layout.rows(self.comm.rank) for layout in (self.rows, self.keys))
-        lengths = length_of(rows), length_of(keys)
-        corners = {"bias": _corner(self.arrays.get("bias", self.arrays.get("key_bias")), None, lengths[1])}
-        part = replace(self.whole, mask=None).part(rows, keys)
-        if self.mask is not None and not isinstance(self.mask, Mask) and not callable(self.mask):
-            corners["mask"] = _corner(self.mask, *lengths)  # as good as the part itself, but not copied
-        else:
-            corners["mask"] = self.whole.part(rows, keys)["mask"]
-        arrays = self.operation.given(self.arrays | corners)
+        given, lengths = {"bias": self.bias, "mask": self.mask}, (length_of(rows), length_of(keys))
+        corners = {name: _corner(x, *lengths) for name, x in given.items() if hasattr(x, "shape")}
+        part = replace(self.whole, mask=None if "mask" in corners else self.mask).part(rows, keys)
+        arrays = self.operation.given({**self.arrays, "mask": part["mask"], **corners})
         options = Options(**{name: part[name] for name in Options._fields if name in part})
         random = self.state if self.operation.replays else self.settings["rng"]
         functions = part["score"], part["score_args"]
         self._part = dispatch.Call(self.operation, arrays, options, random, part["origin"], None, *functions)
-        dispatch.check_call(self._part)
+        made = dispatch.check_call(self._part)[0].made
+        slots = self._part.score.learned if self._part.score else {}
+        self.learned = {index: self._score_args[index] for index in slots.values()}
+        if not self.operation.replays:
+            made = {name: made[name] for name in self._wanted}
+        elif self.bias is not None:
+            made = {**made, "dbias": (tuple(self.bias.shape), made["dbias"][1])}
+        names = {f"dscore{slot}": f"dscore{index}" for slot, index in slots.items()}
+        self.made = {names.get(name, name): one for name, one in made.items()}
+
+    def _widen(self) -> None:
+        """Let gradients of parts, which have their operand's dtype, be sums of float64."""
+        if not self.operation.replays or self.dtype != np.float64:
+            return
+        args = tuple(x.astype(self.dtype) if n in self.learned else x for n, x in enumerate(self._score_args))
+        self.whole.options["score_args"] = args
+        self.learned = {n: args[n] for n in self.learned}
+        for name in self.arrays.keys() & {"bias", "key_bias"}:
+            self.arrays[name] = self.arrays[name].astype(self.dtype, copy=False)
 
     def _choose(self, batch: tuple[int, ...], heads: tuple[int, int], own: set[int]) -> None:
         """Choose the algorithm; heads can be exchanged where each operand has its own."""
@@ -236,26 +252,10 @@ class Request:
         local = dispatch.plan(self._part)
         return planned(self.costs, self.algorithm, asked, self.size, self.comm.size, local)
 
-    @cached_property
-    def made(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Return shape and dtype of each result."""
-        arrays, dtype = self.arrays, check_out_dtype(self.settings.get("out_dtype"), self.dtype)
-        rows = (*self.whole.leading, arrays["q"].shape[-2])
-        if not self.operation.replays:
-            found = {"o": ((*rows, arrays["v"].shape[-1]), dtype), "l": (rows, self.sums), "m": (rows, self.sums)}
-            return {name: found[name] for name in self._wanted}
-        given = {name: arrays.get(name) for name in ("q", "k", "v")} | {
-            "bias": arrays.get("bias", arrays.get("key_bias"))
-        }
-        given |= {f"score{n}": x for n, x in self.learned.items()}
-        wide = dtype if dtype != self.dtype else None
-        given = {name: x for name, x in given.items() if x is not None}
-        return {f"d{name}": (tuple(x.shape), wide or self._own_dtypes[name]) for name, x in given.items()}
-
     @property
-    def learned(self) -> dict[int, Any]:
-        """The arrays among score_args that are differentiated, by number."""
-        return {n: x for n, x in enumerate(self._score_args) if hasattr(x, "dtype") and np.dtype(x.dtype).kind in "fV"}
+    def bias(self) -> Any:
+        """The bias, one of this rank's rows or one without rows, or None."""
+        return self.arrays.get("bias", self.arrays.get("key_bias"))
 
     def delivered(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Return results as the caller's kind of array, of the dtypes that they have to have."""
@@ -267,11 +267,9 @@ class Request:
         return dict(zip(made, self._outputs.fill(arrays), strict=True))
 
 
-def _corner(array: Any, rows: int | None, keys: int) -> Any:
-    """Return an array like a part's of one that has all keys and, if `rows` are given, all rows."""
-    if array is None:
-        return None
-    return array[..., : rows if array.shape[-2] > 1 else 1, : keys if array.shape[-1] > 1 else 1]
+def _corner(array: Any, *lengths: int) -> Any:
+    """Return an array like a part's of one that has more rows and keys: as good to check, but not copied."""
+    return array[(..., *(slice(min(n, size)) for n, size in zip(lengths, array.shape[-2:], strict=True)))]
 
 
 def _without_length(name: str, array: Any) -> tuple[Any, ...]:

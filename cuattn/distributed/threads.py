@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,6 +35,16 @@ class _World:
         self.boxes: defaultdict[tuple[int, int], deque[_Letter]] = defaultdict(deque)
         self.gathered: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by the number of the call
         self.failed: dict[int, str] = {}
+        self.ended: set[int] = set()
+
+    @contextlib.contextmanager
+    def failing(self, rank: int) -> Iterator[None]:
+        """Let all ranks fail if this one does."""
+        try:
+            yield
+        except BaseException as error:  # also KeyboardInterrupt
+            self.fail(rank, f"{type(error).__name__}: {error}")
+            raise
 
     def fail(self, rank: int, text: str) -> None:
         """Let all ranks fail that wait, or will."""
@@ -101,27 +112,30 @@ class ThreadComm(Closing):
             for peer, letter in letters:
                 boxes[self.rank, peer].append(letter)
             world.changed.notify_all()
-        for peer, target in recvs:
-            box = boxes[peer, self.rank]
+        with world.failing(self.rank):
+            for peer, target in recvs:
+                box = boxes[peer, self.rank]
+                with world.changed:
+                    self._wait(lambda box=box: box, lambda peer=peer: [peer])
+                    letter = box.popleft()
+                letter.put_into(target, stream)
+                with world.changed:
+                    letter.taken = True
+                    world.changed.notify_all()
             with world.changed:
-                self._wait(lambda box=box: box, lambda peer=peer: [peer])
-                letter = box.popleft()
-            letter.put_into(target, stream)
-            with world.changed:
-                letter.taken = True
-                world.changed.notify_all()
-        with world.changed:
-            left = lambda: [peer for peer, letter in letters if not letter.taken]  # noqa: E731
-            self._wait(lambda: not left(), left)
-        for _, letter in letters:
-            if letter.event is not None:
-                stream.wait_event(letter.event)
+                left = lambda: [peer for peer, letter in letters if not letter.taken]  # noqa: E731
+                self._wait(lambda: not left(), left)
+            for _, letter in letters:
+                if letter.event is not None:
+                    stream.wait_event(letter.event)
 
     def _wait(self, happened: Callable[[], Any], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait, with the lock held; fail as soon as a rank has, or after the deadline."""
+        """Wait, with the lock held; fail as soon as a rank has, or has ended, or after the deadline."""
         world, late = self._world, f"did not answer rank {self.rank} within {self.timeout:g} s"
-        if not world.changed.wait_for(lambda: world.failed or happened(), self.timeout):
-            world.failed = dict.fromkeys(missing(), late)
+        world.changed.wait_for(lambda: world.failed or happened() or world.ended & {*missing()}, self.timeout)
+        if not (world.failed or happened()):
+            ended = dict.fromkeys(world.ended & {*missing()}, f"ended before it answered rank {self.rank}")
+            world.failed = ended or dict.fromkeys(missing(), late)
             world.changed.notify_all()
         if world.failed:
             raise DistributedError("a rank failed", world.failed)
@@ -187,24 +201,28 @@ def spawn(
     def run(rank: int) -> None:
         _here.comm = ThreadComm(world, rank)
         try:
-            if devices is not None:
-                load_cupy("devices").cuda.Device(devices[rank]).use()
-            results[rank] = function(_here.comm, *args)
-        except BaseException as error:  # also KeyboardInterrupt: the other ranks must end first
+            with world.failing(rank):
+                if devices is not None:
+                    load_cupy("devices").cuda.Device(devices[rank]).use()
+                results[rank] = function(_here.comm, *args)
+        except BaseException as error:  # the other ranks must end first
             errors.append(error)
-            world.fail(rank, f"{type(error).__name__}: {error}")
+        with world.changed:
+            world.ended.add(rank)
+            world.changed.notify_all()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"cuattn-rank-{rank}") for rank in range(size)]
     with shared_cores(size):
-        for thread in threads:
-            thread.start()
         try:
             for thread in threads:
-                thread.join()
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():  # a signal that comes just before a wait is heard after it
+                    thread.join(0.1)
         except BaseException:
             world.fail(0, "was interrupted")
-            for thread in threads:
-                thread.join()
+            while {*threads} & {*threading.enumerate()}:  # an interrupted join takes its thread for ended
+                time.sleep(1e-3)
             raise
     if errors:
         raise errors[0]

@@ -167,15 +167,14 @@ class Walk(ABC):
         for source in sources:
             if runs := team.sent(source, me):
                 arrived[source] = self._packed(me, runs) if source == me else self._room(self.moving, runs, me)
-                recvs += [(source, array) for array in arrived[source].values() if source != me]
+                recvs += [(source, array) for array in arrived[source].values()]
         (_, clients), partial = back or (((), ()), {})
         sends += [(source, array) for source, arrays in partial.items() for array in arrays.values()]
         for client in clients if self.returned else ():
             if client != me and (runs := team.sent(me, client)):
                 results.append((client, runs, self._room(self.returned, runs, client, self.sums)))
                 recvs += [(client, array) for array in results[-1][2].values()]
-        messages = ([(team.ranks[peer], x) for peer, x in pairs if x.size] for pairs in (sends, recvs))
-        wait = start(team.comm, *messages)
+        wait = start(team.comm, *([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, recvs)))
 
         def finish() -> dict[int, Arrays]:
             wait()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from cuattn import masks
+from cuattn import dispatch, masks
 from cuattn.distributed.arrays import part
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import kept_band
@@ -83,19 +83,11 @@ class Whole:
             from cuattn.tracing import Frozen
 
             bound = visible(mask)
-            leading = self.leading if len(self.leading) > 1 else (1, *self.leading)
-            frozen = isinstance(bound, Frozen)
-            return _function_mask(bound, self.n_queries, self.n_keys, leading, self.origin) if frozen else None
+            shapes = [(*self.leading, n, 1) for n in (self.n_queries, self.n_keys, self.n_keys)]
+            return dispatch.function_mask(bound, *shapes, self.origin) if isinstance(bound, Frozen) else None
         if not isinstance(mask, Mask):
             mask = masks.BooleanMask(mask)
         return None if mask.on_device else mask.bind(self.n_queries, self.n_keys)
-
-
-@lru_cache(maxsize=16)
-def _function_mask(bound: Any, n_queries: int, n_keys: int, leading: tuple[int, ...], origin: Origin) -> Mask:
-    from cuattn.masks.function import mask_of
-
-    return mask_of(bound, ((0, n_queries),), ((0, n_keys),), leading, (origin.batch, origin.head))
 
 
 @lru_cache(maxsize=256)  # kept, since a mask holds tables on a GPU

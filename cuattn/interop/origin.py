@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import weakref
@@ -108,7 +109,11 @@ class ArrayOrigin:
     @property
     def is_current(self):
         """Whether the arrays' GPU is CuPy's current device."""
-        return sys.modules["cupy"].cuda.runtime.getDevice() == self.device
+        return self._current_device() == self.device
+
+    @functools.cached_property
+    def _current_device(self):
+        return sys.modules["cupy"].cuda.runtime.getDevice
 
     def scope(self):
         """Return a context manager in which the arrays' device and the caller's stream are current for CuPy.

@@ -6,6 +6,7 @@ current stream: nothing is handed back, and a call can be captured by ``torch.cu
 """
 
 import functools
+import math
 import operator
 import sys
 from itertools import accumulate, starmap
@@ -61,7 +62,7 @@ class Torch(ArrayOrigin):
                 for check, layouts in _met.get(key, ()):
                     if check(*values):
                         addresses = [value.data_ptr() for value in values]
-                        if not any(map(_MISALIGNMENT, addresses)):
+                        if math.gcd(_ALIGNED, *addresses) == _ALIGNED:
                             return layouts, addresses
             return _seen(torch, plain, key, values)
         except (AttributeError, RuntimeError):  # an array of another kind; no memory, or no strides
@@ -78,7 +79,13 @@ class Torch(ArrayOrigin):
 
     def stream(self):
         """Return PyTorch's current stream of the device as a CuPy stream."""
-        return foreign_stream(self.device, _current_stream(sys.modules["torch"])(self.device))
+        return foreign_stream(self.device, self._handle(self.device))
+
+    @functools.cached_property
+    def _handle(self):
+        """What tells the handle of PyTorch's current stream of a device."""
+        raw = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)  # private, and ten times as fast
+        return raw or (lambda device: sys.modules["torch"].cuda.current_stream(device).cuda_stream)
 
     def allocator(self, wanted):
         """Return what allocates tensors, see :meth:`cuattn.interop.ArrayOrigin.allocator`."""
@@ -92,6 +99,7 @@ class _FromTorch:
         torch = sys.modules["torch"]
         names = {theirs: ours for ours, theirs in _dtypes(torch).items()}
         self._wanted, self._new, self._byte = wanted, constructor(torch, "cuda"), torch.uint8
+        self._address = torch.Tensor.data_ptr
         self._tensors = [(shape, strides_of(shape), names[dtype]) for shape, dtype in wanted]
 
     def __call__(self, scratch_bytes, together, held):
@@ -100,7 +108,7 @@ class _FromTorch:
             return self._one_piece(scratch_bytes, held)
         new = self._new
         results = list(starmap(new, self._tensors))
-        addresses = [result.data_ptr() for result in results]
+        addresses = list(map(self._address, results))
         scratch = new((scratch_bytes,), (1,), self._byte) if scratch_bytes else None
         addresses.append(scratch.data_ptr() if scratch_bytes else 0)
         return results, addresses, scratch
@@ -123,10 +131,10 @@ def _seen(torch, plain, key, values):
         if type(value) not in plain or value.is_neg() or (value.requires_grad and torch.is_grad_enabled()):
             return None
         address = value.data_ptr()
-        layouts += value.dtype, value.shape, value.is_contiguous() or value.stride(), value.device, address & 15
+        layouts += value.dtype, value.shape, value.is_contiguous() or value.stride(), value.device, address % _ALIGNED
         addresses.append(address)
     layouts = _token(*layouts)
-    if not any(map(_MISALIGNMENT, addresses)) and len(set(map(id, values))) == len(values):
+    if math.gcd(_ALIGNED, *addresses) == _ALIGNED and len(set(map(id, values))) == len(values):
         _meet(torch, key, values, layouts)
     return layouts, addresses
 
@@ -137,7 +145,7 @@ def _token(*layouts):
     return object()
 
 
-_MISALIGNMENT = (15).__and__
+_ALIGNED = 16  # bytes
 _MET = 4  # sets of tensors, of some names and with one shape of the first, that others are compared with
 _met = {}  # by that shape, these names, and whether gradients are recorded: what compares, and the layouts
 _MOST_MET = 1024
@@ -182,13 +190,6 @@ def strides_of(shape):
     """
     steps = accumulate((max(size, 1) for size in shape[:0:-1]), operator.mul, initial=1)
     return tuple(steps)[: len(shape)][::-1]
-
-
-@functools.cache
-def _current_stream(torch):
-    """Return what tells the handle of PyTorch's current stream of a device."""
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # private, and ten times as fast
-    return raw or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.cache

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from cuattn.cuda.arguments import address_of
 from cuattn.cuda.device import device_of
 from cuattn.cuda.launch import Kernel
 from cuattn.io_model.sizes import cdiv
 from cuattn.pairwise import near
-from cuattn.pairwise.near import address_of
 from cuattn.pairwise.pairs import Pairs, Sums, Wanted
 from cuattn.problem import DTYPES
 

@@ -33,6 +33,8 @@ class KernelFunction(NamedTuple):
         `bounded`, no power of 2 is out of range.
     score : callable or None
         log k of the score s = -w, as :mod:`cuattn.tracing` takes it; None where it is s.
+    sharp : bool
+        Whether k has a slope at distance 0.
     """
 
     number: int
@@ -40,6 +42,7 @@ class KernelFunction(NamedTuple):
     base: float
     evaluate: Callable[[ndarray, bool, bool], tuple[ndarray, ndarray | None]]
     score: Callable[..., Any] | None = None
+    sharp: bool = False
 
 
 def power_of_2(x: ndarray, bounded: bool) -> ndarray:
@@ -97,7 +100,12 @@ def _root(s: Any) -> Any:
 FUNCTIONS = {
     "gaussian": KernelFunction(0, 0.5, _LOG2_E, _gaussian),
     "laplacian": KernelFunction(
-        1, 1.0, _LOG2_E**2, _of_distance(lambda t, e: e, _laplacian_slope), lambda s, b, h, i, j: -_root(s)
+        1,
+        1.0,
+        _LOG2_E**2,
+        _of_distance(lambda t, e: e, _laplacian_slope),
+        lambda s, b, h, i, j: -_root(s),
+        sharp=True,
     ),
     "cauchy": KernelFunction(2, 1.0, 1.0, _cauchy, lambda s, b, h, i, j: -np.log1p(np.maximum(-s, 0.0))),
     "matern32": KernelFunction(

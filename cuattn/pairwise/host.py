@@ -3,7 +3,7 @@
 An exponent is a squared distance times a scale, which is in the points already.  Up to DIRECT_DIM coordinates it is as
 good as from differences of coordinates, at a fraction of the time: points, relative to their mean, are split in parts
 with few enough digits that products of these are exact, and rests.  Products of float32 points that lie too far apart
-for that are taken in float64.
+for that are taken in float64.  Points too near one another even for that are subtracted.
 """
 
 from __future__ import annotations
@@ -11,21 +11,27 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
 from cuattn.cpu import threads
+from cuattn.cpu.arithmetic import BASE_2
 from cuattn.cpu.blocks import SMALL_PRODUCT
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks.intervals import FULL, SKIP
-from cuattn.pairwise.functions import FUNCTIONS, KernelFunction, least, power_of_2
+from cuattn.pairwise.functions import KernelFunction, least, power_of_2
 from cuattn.pairwise.pairs import DIRECT_DIM, Pairs, Sums, Wanted
 
 _ROWS, _KEYS = 512, 256  # of a tile: it fits a core's share of the second cache
 _FEWEST = 64  # rows of a small product
+_IN_ORDER = 16  # rows and columns of a product, in whose multiples BLAS adds terms in the order that they come in
+_MOST_COLUMNS = 16  # of sums that each row tile has of all points, and that repay computing kernel values once
+_WIDE_DIM = 16  # coordinates of float32 points whose exponents repay being float64 where those are then in range
 _NANOSECONDS = 1.0  # of a pair
+_NEAR = 2.0**-10  # of the points' extent: distances of many coordinates that are taken anew
 _LOST = 2.0**-21  # of the square of a distance from the centre, what float32 products lose
 _WORTH_TELLING = 0.01
 _DIGITS = {np.dtype(np.float32): 11, np.dtype(np.float64): 22}  # of the coarse parts, in bits
@@ -34,15 +40,19 @@ _LOG2_E = math.log2(math.e)
 Index = tuple[int, ...]
 
 
-class _Turns:
-    """No item waits for another."""
+class Close(NamedTuple):
+    """Rows and keys of pairs whose points are near one another, and the points' differences."""
 
-    def abort(self) -> None:
-        """Wake nobody."""
+    rows: ndarray
+    keys: ndarray
+    differences: ndarray
 
 
 class Rows:
     """A walk over tiles of rows and keys.
+
+    Where these are the same points, kernel values of a tile beyond the diagonal are those of the tile's mirror image,
+    too: each is computed once.
 
     Parameters
     ----------
@@ -74,68 +84,118 @@ class Rows:
         self._keys, self._dtype, self._scale = y.shape[-2], x.dtype, factor * function.base
         self._operands: dict[Index, Operands] = {}
         self._weights: dict[tuple[str, Index], ndarray | None] = {}  # u and v, times the points' factors
-        self.turns, self.lost = _Turns(), 0.0
+        self.turns, self.lost = threads.Turns(), 0.0
         self.sizes = [cdiv(self._rows, _ROWS)] * math.prod(self.batch)
 
     def run(self, wanted: Wanted) -> Sums:
         """Return the sums that are wanted."""
         shape, self._wanted = (*self.batch, self._rows), wanted
-        columns = 0 if wanted.v is None else wanted.v.shape[-1]
+        columns = 1 if wanted.v is None else wanted.v.shape[-1]
         self._results = Sums(
-            np.zeros((*shape, columns)) if wanted.sums else None,
+            np.zeros((*shape, columns)) if wanted.sums or wanted.logs else None,
             np.full(shape, -np.inf) if wanted.logs else None,
             np.zeros((*shape, self._dim)) if wanted.slopes else None,
             np.zeros(shape) if wanted.moments else None,
         )
         self._finite = wanted.v is None or bool(np.isfinite(wanted.v).all())
+        alone = not (self._masks or wanted.slopes) and columns <= _MOST_COLUMNS
+        self._symmetric = alone and np.array_equal(self._x, self._y)
         if 0 not in (*shape, self._keys):
             pairs = math.prod(shape) * self._keys
             threads.run(self, lambda: self._tile, threads.useful(sum(self.sizes), _NANOSECONDS * pairs))
+        for index, found in self._operands.items():
+            if self._results.sums is not None:
+                self._results.sums[index] *= found.of_rows
+            if wanted.logs and found.bounded:
+                with np.errstate(divide="ignore"):
+                    logs = np.log2(self._results.sums[index][:, 0])
+                self._results.logs[index] = (logs + found.greatest) / _LOG2_E
         return self._results
 
-    def item(self, group: int, number: int) -> tuple[Index, int]:
-        """Return a row tile of one of the batch's matrices."""
+    def item(self, group: int, number: int) -> tuple[Index, int, AbstractContextManager[None]]:
+        """Return a row tile of one of the batch's matrices, and its turn at that's sums."""
         index = tuple(map(int, np.unravel_index(group, self.batch))) if self.batch else ()
         if index not in self._operands:
-            logs = self._wanted.key_log[index] * _LOG2_E if self._wanted.logs else None
-            gaussian = self._function is FUNCTIONS["gaussian"]
-            points, factors = (self._x[index], self._y[index]), gaussian and not self._wanted.moments
-            found = operands(*points, self._scale, logs, exact=self._exact, smooth=gaussian, factors=factors)
+            found = self._operands_of(index)
             for name, factor in (("u", found.of_rows), ("v", found.of_keys)):
-                self._weights[name, index] = None if (w := getattr(self._wanted, name)) is None else w[index] * factor
-            self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 / self._function.base)
+                w = getattr(self._wanted, name)
+                self._weights[name, index] = factor if w is None else w[index] * factor
+            if found.of_keys.dtype == self._dtype:
+                self.lost = max(self.lost, _LOST * (found.reach / 2) ** 2 / self._function.base)
             self._operands[index] = found
-        return index, number
+        return index, number, self.turns.take(group) if self._symmetric else nullcontext()
 
-    def _tile(self, item: tuple[Index, int]) -> None:
+    def _operands_of(self, index: Index) -> Operands:
+        """Return one matrix's operands: of float64 where that spares a soft minimum the references of its rows."""
+        logs = self._wanted.key_log[index] * _LOG2_E if self._wanted.logs else None
+        x, y = self._x[index], self._y[index]
+        options = dict(exact=self._exact, moments=self._wanted.moments)
+        found = operands(x, y, self._function, self._scale, logs, **options)
+        if logs is None or found.bounded or not BASE_2 or self._dim > _WIDE_DIM:
+            return found
+        wide = operands(x.astype(np.float64), y.astype(np.float64), self._function, self._scale, logs, **options)
+        return wide if wide.bounded else found
+
+    def _tile(self, item: tuple[Index, int, AbstractContextManager[None]]) -> None:
         """Sum over all keys for a tile of rows."""
-        index, tile = item
-        left, right, centre, _, bounded, greatest, of_rows, of_keys = self._operands[index]
-        rows = slice(tile * _ROWS, min((tile + 1) * _ROWS, self._rows))
+        index, tile, turn = item
+        left, right, centre, _, bounded, greatest, _, of_keys, near = self._operands[index]
+        whole = slice(tile * _ROWS, (tile + 1) * _ROWS)
+        rows = slice(whole.start, min(whole.stop, self._rows))
         instances = [mask.instance(index) for mask in self._masks]
         states = self._states(instances, tile)
-        sums = _LogSum(rows.stop - rows.start, self._dtype, bounded) if self._wanted.logs else None
-        products, rounded, room = (np.empty((_ROWS, _KEYS), dtype) for dtype in (left.dtype, self._dtype, centre.dtype))
-        for number in range(cdiv(self._keys, _KEYS)):
+        logs = _LogSum(rows.stop - rows.start, self._dtype) if self._wanted.logs and not bounded else None
+        mirrored = self._symmetric and logs is None
+        totals = None if self._results.sums is None else self._results.sums[index][rows]
+        if mirrored:
+            totals = np.zeros((self._rows - rows.start, totals.shape[-1]))
+        work = of_keys.dtype
+        products, rounded, room = (np.empty((_ROWS, _KEYS), dtype) for dtype in (left.dtype, work, centre.dtype))
+        for number in range(rows.start // _KEYS if mirrored else 0, cdiv(self._keys, _KEYS)):
             if states is not None and states[number] == SKIP:
                 continue
             keys = slice(number * _KEYS, min((number + 1) * _KEYS, self._keys))
             hidden = None if states is None or states[number] == FULL else self._hidden(instances, rows, keys)
-            s = _multiply(left[rows], right[:, keys], _part(products, rows, keys))
-            if s.dtype != self._dtype:
-                wide, s = s, _part(rounded, rows, keys)
+            s = _multiply(left[whole], right[:, keys.start : keys.start + _KEYS], products)
+            s = s[: rows.stop - rows.start, : keys.stop - keys.start]
+            close = self._differ(index, rows, keys, s, near) if near and s.max() > -near else None
+            if logs is None and self.lost > _WORTH_TELLING:
+                np.minimum(s, 0, out=s)  # a distance is none less than 0
+            if s.dtype != work or not s.flags.c_contiguous:
+                wide, s = s, _part(rounded, *s.shape)
                 np.copyto(s, wide, casting="same_kind")
-            if sums is not None:
-                sums.add(s, of_keys[keys, 0], hidden)
-            else:
-                self._add(index, rows, keys, s, hidden, _part(room, rows, keys))
-        if sums is not None:
-            self._results.logs[index][rows] = (sums.total() + greatest + np.log2(of_rows[rows, 0])) / _LOG2_E
-        elif self._wanted.sums:
-            self._results.sums[index][rows] *= of_rows[rows]
+            if logs is not None:
+                logs.add(s, hidden)
+                continue
+            k = self._add(index, rows, keys, s, hidden, totals, close, _part(room, *s.shape))
+            if mirrored and keys.start >= rows.stop:
+                totals[keys.start - rows.start : keys.stop - rows.start] += k.T @ self._weights["v", index][rows]
+        if logs is not None:
+            self._results.logs[index][rows] = (logs.total() + greatest) / _LOG2_E
+        elif mirrored:
+            with turn:
+                self._results.sums[index][rows.start :] += totals
 
-    def _add(self, index: Index, own: slice, others: slice, s: ndarray, hidden: Any, room: ndarray) -> None:
-        """Add what one tile has to sums and slopes."""
+    def _differ(self, index: Index, rows: slice, keys: slice, s: ndarray, near: float) -> Close:
+        """Replace a tile's exponents of points `near` one another by those of differences, which are returned."""
+        places = np.nonzero(s > -near)
+        of_row, of_key = places
+        differences = np.subtract(self._x[index][rows][of_row], self._y[index][keys][of_key], dtype=np.float64)
+        s[places] = -self._scale * np.square(differences).sum(-1)
+        return Close(*places, differences)
+
+    def _add(
+        self,
+        index: Index,
+        own: slice,
+        others: slice,
+        s: ndarray,
+        hidden: Any,
+        totals: ndarray | None,
+        close: Close | None,
+        room: ndarray,
+    ) -> ndarray:
+        """Add what one tile has to sums, the rows' `totals`, and slopes; return its kernel values."""
         wanted, bounded, rows, keys = self._wanted, self._operands[index].bounded, (*index, own), (*index, others)
         if hidden is not None:
             np.copyto(s, 0, where=hidden)
@@ -148,8 +208,8 @@ class Rows:
         if hidden is not None:
             np.copyto(k, 0, where=hidden)
         v = self._weights["v", index][others]
-        if wanted.sums:
-            self._results.sums[rows] += product(k, v, hidden if not self._finite else None)
+        if totals is not None:
+            totals[: len(k)] += product(k, v, hidden if not self._finite else None)
         if wanted.slopes:
             u = self._weights["u", index][own]
             for factor in (v.T, u) if v.shape[-1] == 1 else (np.matmul(u, v.T),):  # BLAS is slow on vectors
@@ -158,7 +218,12 @@ class Rows:
                 np.copyto(slope, 0, where=hidden)
             if wanted.moments:
                 self._results.moments[rows] += np.einsum("ij,ij->i", slope, w)
+            if close is not None:
+                weights = slope[close.rows, close.keys]
+                np.add.at(self._results.directions[rows], close.rows, weights[:, None] * close.differences)
+                slope[close.rows, close.keys] = 0
             self._pull(index, own, others, slope, room)
+        return k
 
     def _pull(self, index: Index, own: slice, others: slice, weights: ndarray, room: ndarray) -> None:
         """Add the differences of a tile's points, weighed; arrays of its size made anew would be slow to come by."""
@@ -194,36 +259,30 @@ class Rows:
 
 
 class _LogSum:
-    """The base-2 logarithm of a sum of powers of 2, row by row, from tiles: the sum l relative to 2^m.
+    """The base-2 logarithm of a sum of powers of 2, row by row, from tiles: the sum l relative to 2^m."""
 
-    Of `bounded` exponents, at most 0 and not far from it, m stays 0.
-    """
+    def __init__(self, rows: int, dtype: np.dtype) -> None:
+        self._m, self._l = np.full(rows, -np.inf, dtype), np.zeros(rows)
 
-    def __init__(self, rows: int, dtype: np.dtype, bounded: bool) -> None:
-        self._m, self._l, self._bounded = np.full(rows, 0 if bounded else -np.inf, dtype), np.zeros(rows), bounded
-
-    def add(self, s: ndarray, factors: ndarray, hidden: Any) -> None:
-        """Add 2^s of a tile, times factors of its keys."""
-        if not self._bounded:
-            if hidden is not None:
-                np.copyto(s, -np.inf, where=hidden)
-            m = np.maximum(self._m, s.max(-1))
-            reference = np.where(np.isfinite(m), m, 0)
-            s -= reference[:, None]
-            self._l *= np.exp2(self._m - reference, dtype=np.float64)
-            self._m = m
-        powers = power_of_2(s, self._bounded)
-        if self._bounded and hidden is not None:
-            np.copyto(powers, 0, where=hidden)
-        self._l += powers @ factors
+    def add(self, s: ndarray, hidden: Any) -> None:
+        """Add 2^s of a tile."""
+        if hidden is not None:
+            np.copyto(s, -np.inf, where=hidden)
+        m = np.maximum(self._m, s.max(-1))
+        reference = np.where(np.isfinite(m), m, 0)
+        s -= reference[:, None]
+        self._l *= np.exp2(self._m - reference, dtype=np.float64)
+        self._m = m
+        self._l += power_of_2(s, False) @ np.ones_like(s[0])
 
     def total(self) -> ndarray:
         """Return the logarithm."""
         return self._m + np.log2(self._l)
 
 
-def _multiply(left: ndarray, right: ndarray, out: ndarray) -> ndarray:
-    """Compute a matrix product, by as many rows, a power of two, as make a small product."""
+def _multiply(left: ndarray, right: ndarray, tile: ndarray) -> ndarray:
+    """Compute a matrix product in a tile's memory, by as many rows, a power of two, as make a small product."""
+    out = _part(tile, len(left), right.shape[1])
     at_once = 1 << (SMALL_PRODUCT // right.size).bit_length() - 1 if right.size <= SMALL_PRODUCT else 1
     if at_once < _FEWEST or len(left) % at_once:
         return np.matmul(left, right, out)
@@ -238,9 +297,8 @@ def product(k: ndarray, v: ndarray, hidden: Any) -> ndarray:
     return np.stack([np.where(hidden, 0, k * column).sum(-1) for column in v.T], -1)
 
 
-def _part(tile: ndarray, rows: slice, keys: slice) -> ndarray:
+def _part(tile: ndarray, *shape: int) -> ndarray:
     """Return contiguous memory of a tile for so many rows and keys."""
-    shape = rows.stop - rows.start, keys.stop - keys.start
     return tile if shape == tile.shape else tile.ravel()[: math.prod(shape)].reshape(shape)
 
 
@@ -250,6 +308,7 @@ class Operands(NamedTuple):
     Attributes
     ----------
     left, right : ndarray, (M, p) and (p, N)
+        Or more rows and columns, of 0.
     centre : ndarray
         The points'.
     reach : float
@@ -260,6 +319,8 @@ class Operands(NamedTuple):
         Of the keys' logarithms of base 2, which exponents have then in addition, less this one.
     of_rows, of_keys : ndarray, (M, 1) and (N, 1)
         What powers of 2 are yet to be multiplied by.
+    near : float
+        Exponents less than this below 0 are not as good as is asked.
     """
 
     left: ndarray
@@ -270,24 +331,32 @@ class Operands(NamedTuple):
     greatest: float
     of_rows: ndarray
     of_keys: ndarray
+    near: float
 
 
 def operands(
-    x: ndarray, y: ndarray, scale: float, logs: ndarray | None, *, exact: bool, smooth: bool, factors: bool
+    x: ndarray,
+    y: ndarray,
+    function: KernelFunction,
+    scale: float,
+    logs: ndarray | None,
+    *,
+    exact: bool,
+    moments: bool,
 ) -> Operands:
     """Return the operands of a matrix product for points.
 
     Parameters
     ----------
-    x, y, scale : ndarray, ndarray, float
+    x, y : ndarray, (M, d) and (N, d)
+    function : KernelFunction
+    scale : float
     logs : ndarray or None
         The keys' logarithms of base 2.
     exact : bool
         Whether distances are to be as good as sums of squared differences.
-    smooth : bool
-        Whether what is computed of exponents is infinitely often so at distance 0.
-    factors : bool
-        Whether powers of 2 may have factors.
+    moments : bool
+        Whether exponents themselves are wanted, too.
     """
     work, root = x.dtype, np.sqrt(np.longdouble(scale))
     dtype = np.dtype(np.float64) if exact else work
@@ -299,24 +368,37 @@ def operands(
     if logs is not None:
         greatest, span = (float(logs.max()), float(np.ptp(logs))) if np.isfinite(logs).all() else (0.0, math.inf)
     bounded = reach**2 + span < 0.9 * -least(work)
-    if exact and bounded and smooth:
+    powers = function.score is None  # of 2 are the results, smooth at distance 0
+    if exact and bounded and powers:
         dtype = work
     of_rows, of_keys = (np.ones((len(p), 1), work) for p in (x, y))
-    if exact and dtype == work and x.shape[-1] <= DIRECT_DIM:
+    few = x.shape[-1] <= DIRECT_DIM
+    split = exact and dtype == work and few
+    if split:
         unit = 2.0 ** (math.frexp(reach)[1] - _DIGITS[dtype])
         wider = np.longdouble if work == np.float64 else np.float64
         left, right, rests = _split(*[(p - centre.astype(wider)) * root.astype(wider) for p in (x, y)], unit)
-        if factors and bounded:
+        if powers and bounded and not moments:
             of_rows, of_keys = (np.exp2(-np.where(np.isfinite(rest), rest, 0)).astype(work) for rest in rests)
         else:
             left, right = [*left, -rests[0], -of_rows], [*right, of_keys, rests[1]]
     else:
         left, right = _expanded(*[((p - centre) * float(root)).astype(dtype) for p in (x, y)])
-    if logs is not None:
+    if logs is not None and bounded:
+        of_keys = np.exp2(logs - greatest, dtype=work)[:, None] * of_keys
+    elif logs is not None:
         right.append((logs - greatest)[:, None])
         left.append(np.ones_like(left[1]))
+    # What products lose of squares, in units of a result: of greater ones roots and their inverses lose less.
+    lost = (2.0**-72 if split else 2.0**-52) * reach**2 / float(np.finfo(work).eps)
+    if function.sharp:
+        near = max(lost, lost**2) if few else min(lost, (_NEAR * reach) ** 2)
+    else:
+        near = -least(work) if few and logs is None and lost > 1 else 0.0
     left, right = (np.concatenate(columns, -1, dtype=dtype, casting="same_kind") for columns in (left, right))
-    return Operands(left, np.ascontiguousarray(right.T), centre, reach, bounded, greatest, of_rows, of_keys)
+    if split:  # coarse parts cancel before rests are added
+        left, right = (np.pad(p, ((0, -len(p) % _IN_ORDER), (0, 0))) for p in (left, right))
+    return Operands(left, np.ascontiguousarray(right.T), centre, reach, bounded, greatest, of_rows, of_keys, near)
 
 
 def _largest(numbers: ndarray) -> float:
@@ -355,7 +437,7 @@ def run(pairs: Pairs, wanted: Wanted, transposed: bool = False) -> Sums:
     """Return sums over keys for the rows of a call's points, whose roles change with `transposed`."""
     x, y = (pairs.spread(name) for name in ("yx" if transposed else "xy"))
     function = pairs.function
-    exact = pairs.is_direct or pairs.work == np.float64 or function is FUNCTIONS["laplacian"]
+    exact = pairs.is_direct or pairs.work == np.float64 or function.sharp
     cast = [None if part is None else part.astype(pairs.work, copy=False) for part in wanted[:4]]
     walk = Rows(x, y, function, pairs.factor, pairs.masks, transposed=transposed, exact=exact)
     found = walk.run(Wanted(*cast, *wanted[4:]))

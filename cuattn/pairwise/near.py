@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuattn.cuda.arguments import address_of
 from cuattn.cuda.device import device_of
 from cuattn.cuda.launch import Kernel
 from cuattn.io_model.sizes import cdiv
@@ -100,8 +101,7 @@ def _prepare(pairs: Pairs, kernel: str, points: Any, padded: int, **others: Any)
     log = "double" if logs is not None and logs.dtype == np.float64 else "float"
     launch = _preparing(pairs.origin.device, kernel, dim, log, (math.prod(batch), count, padded))
     given = {"points": points, **others}
-    addresses = [given[name].data.ptr if name in given else 0 for name in _ORDERED]
-    launch.launch(addresses, pairs.origin.stream().ptr)
+    launch.launch([address_of(given.get(name)) for name in _ORDERED], pairs.origin.stream().ptr)
 
 
 def _order(pairs: Pairs, name: str) -> Any:
@@ -147,8 +147,3 @@ def log_sums(pairs: Pairs, x: Any, y: Any, key_log: Any, factor: tuple[Any, floa
     for kernel in launches.kernels:
         kernel.launch(addresses, pairs.origin.stream().ptr)
     return arrays["logs"]
-
-
-def address_of(array: Any) -> int:
-    """Return where an array is; 0 for none."""
-    return 0 if array is None else array.data.ptr

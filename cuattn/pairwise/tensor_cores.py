@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import pad
+from cuattn.cuda.arguments import address_of, pad
 from cuattn.cuda.device import device_of
 from cuattn.cuda.launch import Kernel
 from cuattn.io_model.sizes import cdiv
 from cuattn.pairwise.device import MOST_BATCH, log_sum, nothing, parts_of
 from cuattn.pairwise.functions import FUNCTIONS
-from cuattn.pairwise.near import address_of
 from cuattn.pairwise.pairs import Pairs, Sums, Wanted
 
 MOST_DIM = 128

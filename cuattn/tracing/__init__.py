@@ -27,7 +27,7 @@ from cuattn.tracing.derivatives import (
     split_visible,
     weights,
 )
-from cuattn.tracing.functions import MASK, SCORE, Traced, look_of, recall, trace
+from cuattn.tracing.functions import MASK, SCORE, Traced, kind_of_argument, recall, trace
 from cuattn.tracing.graph import B, H, I, J, Node, S
 from cuattn.tracing.recognition import columns
 from cuattn.tracing.tiles import bounds, tile_states
@@ -61,7 +61,7 @@ __all__ = [
     "is_affine",
     "is_linear",
     "joined",
-    "look_of",
+    "kind_of_argument",
     "recall",
     "row_step",
     "source",

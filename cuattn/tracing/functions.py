@@ -5,7 +5,7 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,8 @@ SCORE, MASK = ("s", "b", "h", "i", "j"), ("b", "h", "i", "j")
 
 _MOST = 512  # functions that are remembered
 _lock = threading.RLock()
-_known: dict[Hashable, tuple["Traced", list]] = {}  # by identity; and what its keys' ids depend on
+_known: dict[Hashable, "Known"] = {}  # by identity
+_recent: dict[int, tuple[Snapshot, "Known"]] = {}  # by the function's id
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +110,25 @@ class Traced(Bound):
         return self.bind()
 
 
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is known of a function that captures certain objects.
+
+    Attributes
+    ----------
+    traced : dict
+        What it was traced to, by what of its arguments counts.
+    watched : list
+        References to what it captures, whose ends make it unknown.
+    calls : dict
+        What others keep as long as it is known.
+    """
+
+    traced: dict[Hashable, Traced]
+    watched: list[Any]
+    calls: dict[Any, Any]
+
+
 @functools.lru_cache(_MOST)
 def _token(*content: Hashable) -> Hashable:
     """Return an object that stands for some content: it takes no time to hash."""
@@ -151,47 +171,41 @@ def trace(
     >>> trace(lambda s, b, h, i, j: s + slope[h] * (j - i)).root
     add(s, multiply(array0(h), to_float(subtract(j, i))))
     """
-    look = look_of(names, args, adopt)
-    traced = recall(function, look)
+    signature = names, adopt, *[kind_of_argument(names, index, x) for index, x in enumerate(args)]
+    known = recall(function)
+    traced = known and known.traced.get(signature)
     if traced is None:
-        signature, who = _signed(look), identity(function)
+        who = identity(function)
         with _lock:
             traced = _trace(function, names, args, signature)
         if who is not None:
-            key = (*who.parts, signature)
-            _remember(_known, key, (traced, watch(who.held, functools.partial(_known.pop, key))))
-            _remember_snapshot(function, who, look, traced)
+            key = tuple(who.parts)
+            known = _known.get(key)
+            if known is None:
+                known = Known({}, watch(who.held, functools.partial(_known.pop, key)), {})
+                _remember(_known, key, known)
+            _remember(known.traced, signature, traced)
+            _remember_snapshot(function, who, known)
     return traced
 
 
-def look_of(names: tuple[str, ...], args: Sequence[Any], adopt: Callable[[Any], Any]) -> list[Any]:
-    """Return what a trace depends on beside the function, as far as a glance tells; arrays may be of any library."""
-    look: list[Any] = [names, adopt]
-    for x in args:
-        if type(x) in _array_types:
-            look.append((x.dtype, x.shape))
-        else:
-            look.append("f" if type(x) is float else _kind(names, len(look) - 2, x))
-    return look
-
-
-def recall(function: Callable, look: list[Any]) -> Traced | None:
-    """Return what :func:`trace` returned for arguments of this look, if it is known."""
+def recall(function: Callable) -> "Known | None":
+    """Return what is known of a function; the same object as long as it captures the same."""
     recent = _recent.get(id(function))
-    if recent is not None and recent.look == look and recent.snapshot.holds(function):
-        return recent.traced
+    if recent is not None and recent[0].holds(function):
+        return recent[1]
     who = identity(function)
-    found = who and _known.get((*who.parts, _signed(look)))
+    found = who and _known.get(tuple(who.parts))
     if not who or not found:
         return None
-    _remember_snapshot(function, who, look, found[0])
-    return found[0]
+    _remember_snapshot(function, who, found)
+    return found
 
 
-def _remember_snapshot(function: Callable, who: Identity, look: list[Any], traced: Traced) -> None:
+def _remember_snapshot(function: Callable, who: Identity, known: "Known") -> None:
     snapshot = Snapshot.of(function, who, functools.partial(_recent.pop, id(function)))
     if snapshot is not None:
-        _remember(_recent, id(function), _Recent(look, snapshot, traced))
+        _remember(_recent, id(function), (snapshot, known))
 
 
 def _remember(where: dict, key: Hashable, value: Any) -> None:
@@ -201,34 +215,16 @@ def _remember(where: dict, key: Hashable, value: Any) -> None:
     where[key] = value
 
 
-class _Recent(NamedTuple):
-    look: list[Any]
-    snapshot: Snapshot
-    traced: Traced
-
-
-_recent: dict[int, _Recent] = {}
-_array_types: set[type] = set()  # of which arrays were met
-
-
-def _signed(look: list[Any]) -> tuple[Hashable, ...]:
-    """Return what a look shares with those of other libraries' arrays."""
-    names, adopt, *kinds = look
-    for index, kind in enumerate(kinds):
-        if not isinstance(kind, str):
-            dtype, shape = kind
-            if _plain(dtype) is None:
-                place = _argument(names, index)
-                raise ArgumentError(f"{place} has dtype {dtype}: expected booleans, integers or floats")
-            kinds[index] = _plain(dtype), tuple(shape)
-    return names, adopt, *kinds
-
-
-def _kind(names: tuple[str, ...], index: int, value: Any) -> Any:
-    """Return dtype and shape of an array, and the kind of a number."""
+def kind_of_argument(names: tuple[str, ...], index: int, value: Any) -> Any:
+    """Return what a trace depends on of a further argument: dtype and shape of an array, the kind of a number."""
+    if type(value) is float:
+        return "f"
     if is_array(value):
-        _array_types.add(type(value))
-        return value.dtype, value.shape
+        dtype = _plain(value.dtype)
+        if dtype is None:
+            place = _argument(names, index)
+            raise ArgumentError(f"{place} has dtype {value.dtype}: expected booleans, integers or floats")
+        return dtype, tuple(value.shape)
     if isinstance(value, bool | np.bool_ | float | np.floating):
         return kind_of_number(value)
     number = as_integer(value)
@@ -291,7 +287,7 @@ def _place(function: Callable) -> str:
 def _operand(tracer: Tracer, index: Argument, value: Any) -> Proxy | ArrayProxy:
     if is_array(value):
         return ArrayProxy(lambda: value, index)
-    return Proxy(tracer.argument(index, _kind(SCORE, index, value).replace("l", "i")))  # type: ignore[union-attr]
+    return Proxy(tracer.argument(index, kind_of_argument(SCORE, index, value).replace("l", "i")))
 
 
 def _checked(function: Callable, result: Any, kind: str) -> Node:

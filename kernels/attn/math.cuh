@@ -144,6 +144,12 @@ __device__ __forceinline__ Acc quad_sum(Acc x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// The largest over the same lanes.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
 __device__ __forceinline__ float to_acc(float x) { return x; }
 __device__ __forceinline__ double to_acc(double x) { return x; }
 __device__ __forceinline__ float to_acc(__half x) { return __half2float(x); }

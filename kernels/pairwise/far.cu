@@ -17,7 +17,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_boxes(const __gr
         const float4 key = p.keys[at * kFew + 32 * n + threadIdx.x % 32];
         const float of[4] = {key.x, key.y, key.z, key.w};
         unroll<4>([&](int c) {
-            if (c < 3 && key.w == -1e30f) return;  // hidden
+            if (c < 3 && key.w == kHidden) return;  // hidden
             most[c] = ptx::max_nan(most[c], of[c]);
             least[c] = ptx::max_nan(least[c], -of[c]);
         });
@@ -38,9 +38,13 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_floors(const __g
     float least[3], most[3];
     range_of_rows(p.rows + static_cast<i64>(blockIdx.z) * p.n_rows, own * 16 * kTiles, p.n_rows, least, most);
     // What every row's sum is at least: its greatest term, and terms of whole tiles.
-    float best = -1e30f;
-    for (i32 tile = threadIdx.x % 32; tile < p.tiles; tile += 32) best = fmaxf(best, fmaf(between<true>(least, most, boxes[tile]), -factor, boxes[tile].most_log));
+    float best = kHidden, greatest = kHidden;
+    for (i32 tile = threadIdx.x % 32; tile < p.tiles; tile += 32) {
+        best = fmaxf(best, fmaf(between<true>(least, most, boxes[tile]), -factor, boxes[tile].most_log));
+        greatest = ptx::max_nan(greatest, boxes[tile].most_log);
+    }
     best = warp_max(best);
+    const bool unknown = isnan(warp_max(greatest));
     float sum = 0;
     for (i32 tile = threadIdx.x % 32; tile < p.tiles; tile += 32) sum += ptx::ex2(fmaf(between<true>(least, most, boxes[tile]), -factor, boxes[tile].least_log) - best);
     unroll<5>([&](int n) { sum += __shfl_xor_sync(~0u, sum, 1 << n); });
@@ -53,7 +57,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_floors(const __g
         const float bound = fmaf(between<false>(least, most, boxes[tile]), -factor, boxes[tile].most_log) - best, terms = ptx::ex2(bound + kLost + 6.f);
         unroll<kBounds>([&](int n) { lost[n] += bound < -(kLeast + kStep * n) ? terms : 0.f; });
     }
-    float floor = kLeast + kStep * kBounds;
+    float floor = fmaxf(kLeast + kStep * kBounds, kLost + 6.f + ptx::lg2(p.tiles));  // of so many keys none matters
     unroll<kBounds>([&](int n) {
         float all = lost[kBounds - 1 - n];
         unroll<5>([&](int step) { all += __shfl_xor_sync(~0u, all, 1 << step); });
@@ -61,7 +65,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_floors(const __g
     });
     if (threadIdx.x % 32 == 0) {
         float* floors = p.floors + 2 * (static_cast<i64>(blockIdx.z) * p.of_warps + own);
-        floors[0] = best;
-        floors[1] = best - floor;
+        floors[0] = unknown ? nanf("") : best;
+        floors[1] = unknown ? infinity<float>() : best - floor;  // no tile is needed
     }
 }

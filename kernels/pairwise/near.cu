@@ -14,23 +14,12 @@
 // Grid: blocks of rows; parts of the keys; batch.  Each part writes results of its own.
 #include "pairwise/near.cuh"
 #include "pairwise/sums.cuh"
+#include "ptx/mma.cuh"
 
 using namespace pairwise;
 
 constexpr int kWarps = cfg::warps;
-constexpr float kNear = 4.f, kApart = 80.f, kMostApart = 30000.f, kWide = 60000.f, kMostKey = 6e7f, kMostReach = 1e4f;
-
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-// d = a b of 16 halves.
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.f));
-}
+constexpr float kNear = 4.f, kApart = 80.f, kMostApart = 30000.f, kWide = 60000.f, kMostKey = 6e7f, kMostReach = 1e4f, kLarge = 0x1p25f, kLeastLog = -126.f;
 
 // `products`: exponents by tensor cores; `shared`: by differences, with one reference for all rows; `own`: with a reference of each.
 enum Mode { products, shared, own };
@@ -148,8 +137,8 @@ struct NearRows {
     __device__ __forceinline__ void sum_products(i32 ahead) {
         unroll<kOwn>([&](int r) { sums[r] = 0; });
         unroll<kFew / 8>([&](int n) {
-            float d[kTiles][4];
-            unroll<kTiles>([&](int tile) { multiply(d[tile], a[tile], b); });
+            float d[kTiles][4] = {};
+            unroll<kTiles>([&](int tile) { ptx::mma_m16n8k16_f16(d[tile], a[tile], b[0], b[1]); });
             given[n] = number(ahead, n);
             convert(given[(n + 1) % (kFew / 8)]);
             unroll<kTiles, 4>([&](int tile, int i) { sums[2 * tile + i / 2] += ptx::ex2(d[tile][i]); });
@@ -167,8 +156,11 @@ struct NearRows {
 #pragma unroll 2
         for (int n = 0; n < kFew / 4; ++n) {
             const float4 key = keys[from + 8 * (n / 2) + 2 * q + n % 2];
-            const float start = key.w - top;
-            unroll<kOwn>([&](int r) { sums[r] += ptx::ex2(fmaf(distance(x[r], key), -factor, one_reference ? start : key.w - m[r])); });
+            const float start = one_reference ? key.w - top : key.w;
+            unroll<kOwn>([&](int r) {
+                const float term = fmaf(distance(x[r], key), -factor, start);
+                sums[r] += ptx::ex2(one_reference ? term : term - m[r]);
+            });
         }
     }
 
@@ -207,7 +199,8 @@ struct NearRows {
         least = -warp_max(least);
         const float size = fmaxf(fmaxf(least, -most), 0.f);  // that all have, at least
         const float apart = most - least + 2.f * reach;
-        mode = reach <= fminf(fmaxf(kNear, size / 16.f), kMostReach) && apart < kMostApart ? products : most - least < kApart ? shared : own;
+        if (size > kLarge) mode = own;
+        else mode = reach <= fminf(fmaxf(kNear, size / 16.f), kMostReach) && apart < kMostApart ? products : most - least < kApart ? shared : own;
         limit = ptx::ex2(fminf(fmaxf(8.f, size / 16.f), 100.f));
         // whole numbers, of which the distance from the greatest is a half
         float own_top = Range<float>::lowest;
@@ -221,7 +214,7 @@ struct NearRows {
             if (mode == shared) next[r] = top;
             const u32 below = ptx::pack_f16(mode == products ? top - next[r] : 0.f, 0.f);
             if (mode == products) next[r] = top - ptx::low_f16(below);
-            l[r].scale(ptx::ex2(fminf(old[r] - (next[r] - square(x)), 126.f)));
+            l[r].scale_twice(ptx::ex2(0.5f * fminf(old[r] - (next[r] - square(x)), 126.f)));
             m[r] = next[r];
             const float left = 2.f * unit * fmaf(q == 0 ? x.x : q == 1 ? x.y : x.z, scale, -(q == 0 ? middle[0] : q == 1 ? middle[1] : middle[2]));
             const float hi = ptx::low_f16(ptx::pack_f16(left, left));
@@ -240,7 +233,7 @@ struct NearRows {
         while (from >= 0) {
             sum_few(from, max(ahead, 0));
             bool fits = true;
-            unroll<kOwn>([&](int r) { fits = fits && sums[r] < limit; });
+            unroll<kOwn>([&](int r) { fits = fits && !(sums[r] >= limit); });  // NaN stays
             if (!referred && !__all_sync(~0u, fits)) {
                 refer(from);
                 prime(from);
@@ -259,9 +252,9 @@ struct NearRows {
             float sum = l[r].sum;
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            const float4 x = row(r);
-            const float log = m[r] + (log2f(sum) - square(x));
-            if (q == 0 && first + 16 * (r / 2) + 8 * (r % 2) + g < p.n_rows) logs[__float_as_int(x.w)] = m[r] < -1e29f ? -infinity<float>() : log;
+            const i32 index = first + 16 * (r / 2) + 8 * (r % 2) + g;
+            const float log = sum == 0.f ? kLeastLog : log2f(sum);
+            if (q == 0 && index < p.n_rows) logs[index] = m[r] + (log - square(row(r)));
         });
     }
 };
@@ -279,9 +272,13 @@ extern "C" __global__ __launch_bounds__(32 * kWarps, cfg::blocks) void pairwise_
 extern "C" __global__ __launch_bounds__(32 * kWarps) void pairwise_merge(const __grid_constant__ NearParams p) {
     const i32 row = blockIdx.x * (32 * kWarps) + threadIdx.x;
     if (row >= p.n_rows) return;
-    const i64 at = static_cast<i64>(blockIdx.z) * p.n_rows + row, apart = static_cast<i64>(gridDim.z) * p.n_rows;
-    float most = Range<float>::lowest, sum = 0;
+    const i64 batch = static_cast<i64>(blockIdx.z) * p.n_rows, at = batch + row, apart = static_cast<i64>(gridDim.z) * p.n_rows;
+    const float4 x = p.rows[at];
+    const float floor = p.floors[2 * static_cast<i64>(blockIdx.z) * p.of_warps];
+    const bool lost = isnan(floor) || isnan(x.x) || isnan(x.y) || isnan(x.z);
+    float most = lost ? nanf("") : Range<float>::lowest, sum = 0;
     for (int part = 0; part < p.parts; ++part) most = ptx::max_nan(most, p.of_parts[part * apart + at]);
     for (int part = 0; part < p.parts; ++part) sum += ptx::ex2(p.of_parts[part * apart + at] - most);
-    p.logs[at] = static_cast<float>((most + log2f(sum)) * (1 / kLog2e));
+    const float log = fabsf(most) > -0.1f * kHidden ? most * infinity<float>() : most + log2f(sum);
+    p.logs[batch + __float_as_int(x.w)] = static_cast<float>(log * (1 / kLog2e));
 }

@@ -56,7 +56,9 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_pack(const __gri
         packed.x = point[0];
         if constexpr (kDim > 1) packed.y = point[1];
         if constexpr (kDim > 2) packed.z = point[2];
-        packed.w = p.logs == nullptr ? __int_as_float(own) : fmaxf(static_cast<float>(kLog2e * static_cast<double>(p.logs[batch + own])), kHidden);
+        if (p.logs == nullptr) packed.w = __int_as_float(own);
+        else if (isnan(packed.x) || isnan(packed.y) || isnan(packed.z)) packed.w = nanf("");
+        else packed.w = ptx::max_nan(ptx::min_nan(static_cast<float>(kLog2e * static_cast<double>(p.logs[batch + own])), -kHidden), kHidden);
     }
     p.packed[static_cast<i64>(blockIdx.z) * p.padded + index] = packed;
 }

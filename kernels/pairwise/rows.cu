@@ -59,12 +59,14 @@ __device__ __forceinline__ void load_keys(Key* tile, const PairwiseParams& p, co
     const i32 j = first + threadIdx.x;
     const bool there = j < share.stop;
     const i64 key = share.batch * p.n_keys + (there ? j : 0);
+    Acc log = kLogs && there ? p.key_log[key] : -infinity<Acc>();
+    if (kLse && log > -Range<Acc>::lowest) log = -Range<Acc>::lowest;  // infinity less a reference would be NaN
     Key own;
     unroll<kStride>([&](int c) {
         own.at[c] = 0;
         if (c < kDim) own.at[c] = there ? p.y[key * kDim + c] : Acc(0);
         else if (c < kDim + kWidth) own.at[c] = there && share.column + c - kDim < p.columns ? p.v[key * p.columns + share.column + c - kDim] : Acc(0);
-        else if (kLogs && c == kDim + kWidth) own.at[c] = there ? p.key_log[key] : -infinity<Acc>();
+        else if (kLogs && c == kDim + kWidth) own.at[c] = log;
     });
     __syncthreads();  // nobody reads the last tile any more
     tile[threadIdx.x] = own;
@@ -104,9 +106,11 @@ __device__ __forceinline__ void sum_rows(const Rows& rows, Key* tile, const Pair
 
 // A row's sum l is relative to 2^m.  The reference m stays until the sum of a few keys grows too large for it: then these are summed anew, relative to
 // the greatest term so far, as are the first that have any.  As long as the rows of a thread are not far apart they share one reference, which
-// is then subtracted once for each key; so it is for a warp, which would go both ways otherwise.
+// is then subtracted once for each key; so it is for a warp, which would go both ways otherwise.  An own reference is subtracted last: a row's greatest
+// term is rounded like it, and their difference exact, however large both are.
 struct LogSums {
     static constexpr Acc kApart = 80;  // exponents that may lie between rows, so that the lower one's terms are no denormal numbers
+    static constexpr Acc kLarge = same_type<Acc, double> ? Acc(0x1p54) : Acc(0x1p25);  // neighbours of larger exponents are further apart
 
     static constexpr int kFew = 16;
 
@@ -124,10 +128,10 @@ struct LogSums {
 #pragma unroll 4
         for (int n = 0; n < kFew; ++n) {
             const Key key = keys[n];
-            const Acc from_first = key.at[kDim] - m[0];
+            const Acc start = one_reference ? key.at[kDim] - m[0] : key.at[kDim];
             unroll<kRows>([&](int r) {
-                const Acc start = one_reference ? from_first : key.at[kDim] - m[r];
-                sums[r] += power_of_2(fma_of(rows.squared_distance(r, key), -factor, start));
+                const Acc term = fma_of(rows.squared_distance(r, key), -factor, start);
+                sums[r] += power_of_2(one_reference ? term : term - m[r]);
             });
         }
     }
@@ -154,11 +158,11 @@ struct LogSums {
             most = max_of(most, greatest[r]);
             least = -max_of(-least, -greatest[r]);
         });
-        shared = shared && most - least < kApart;
+        shared = shared && most - least < kApart && most < kLarge && least > -kLarge;
         unroll<kRows>([&](int r) {
-            const Acc next = shared ? most : greatest[r], share = power_of_2(m[r] - next);
-            l[r].scale(share);
-            tile_sums[r] *= share;
+            const Acc next = shared ? most : greatest[r], share = power_of_2(Acc(0.5) * (m[r] - next));
+            l[r].scale_twice(share);
+            tile_sums[r] = tile_sums[r] * share * share;
             m[r] = next;
         });
     }
@@ -169,7 +173,7 @@ struct LogSums {
         for (const Key* keys = tile; keys < tile + kKeys; keys += kFew) {
             sum_few(rows, keys, factor);
             bool fits = true;
-            unroll<kRows>([&](int r) { fits = fits && sums[r] < Range<Acc>::most; });
+            unroll<kRows>([&](int r) { fits = fits && !(sums[r] >= Range<Acc>::most); });  // NaN stays
             if (!fits) {
                 refer(rows, keys, factor);
                 sum_few(rows, keys, factor);
@@ -188,8 +192,8 @@ __device__ __forceinline__ void log_sum_rows(const Rows& rows, Key* tile, const 
         found.add(rows, tile, factor);
     }
     for_rows(p, [&](int r, i32 row) {
-        const Acc l = found.l[r].sum;
-        p.moments[share.of_blocks() * p.n_rows + row] = l == Acc(0) ? -infinity<Acc>() : found.m[r] + log2(l);
+        const Acc l = found.l[r].sum, m = found.m[r];
+        p.moments[share.of_blocks() * p.n_rows + row] = m > Acc(-0.1) * Range<Acc>::lowest ? l * infinity<Acc>() : m + log2(l);
     });
 }
 

@@ -17,6 +17,11 @@ struct Total {
         sum *= factor;
         lost *= factor;
     }
+    // In two halves: all of it may be 0 where the product is not.
+    __device__ __forceinline__ void scale_twice(Acc factor) {
+        scale(factor);
+        scale(factor);
+    }
 };
 
 // References of exponents: one below all others, and the greatest sum relative to one that is not yet too large for it.

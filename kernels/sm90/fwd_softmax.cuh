@@ -81,12 +81,6 @@ struct Softmax : Either<cfg::row_offsets, RowOffsets, NoOffsets>::type {
 // Score i belongs to row (i / 2) % 2 of the thread's two rows.
 __device__ __forceinline__ constexpr int half_of(int i) { return (i >> 1) & 1; }
 
-// Over the four lanes that share a row.
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
 // What move_reference leaves to be done where some row of the warp is far, or was.  `moved`: the row has a new reference, `first`: it had none
 // that is a power of two.  The largest score of each row in this tile is in `largest`.
 __device__ __forceinline__ void keep_far_rows(Softmax& state, float (&factor)[2], Scores& s, const float (&largest)[2],

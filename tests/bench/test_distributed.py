@@ -2,8 +2,14 @@
 
 from argparse import Namespace
 
+import numpy as np
+import pytest
+
+import cuattn
 from bench import distributed
-from cuattn.distributed import connect
+from bench.distributed import Case
+from bench.peers import ranks
+from cuattn.distributed import DistributedError, connect, spawn
 
 
 def test_points_of_toy_size():
@@ -20,4 +26,88 @@ def test_points_of_toy_size():
 def test_the_simulation_prints_what_it_assumes(capsys):
     distributed.simulate([2, 64], (1 << 14,))
     text = capsys.readouterr().out
-    assert "GB/s within islands of 8" in text and text.count("\n") == 4 + 2 * 2 * 4
+    assert "GB/s within islands of 8" in text and text.count("\n") == 4 + 2 * 2 * len(distributed.MASKS)
+
+
+def test_what_one_rank_fails_at_the_others_leave():
+    """Also errors of other libraries; what comes next finds all ranks in step."""
+
+    def fails(comm):
+        def call():
+            if comm.rank:
+                raise MemoryError("no room")
+
+        distributed.samples(call, comm, "cpu", 0.0, 16)
+
+    def work(comm):
+        connect(timeout=20)
+        leader = distributed.Ranks(comm, "cpu")
+        if comm.rank:
+            return leader.follow()
+        with pytest.raises(DistributedError, match="no room"):
+            leader.run(fails)
+        found = leader.run(lambda comm: comm.allgather(comm.rank))
+        leader.finish()
+        return found
+
+    assert spawn(work, ranks=3)[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "reason"),
+    [
+        ("torch-cp-sdpa", {"mask": "document"}, "takes the masks full, causal"),
+        ("torch-cp-sdpa", {}, "operators of GPUs only"),
+        ("torch-cp-flex", {"direction": "backward"}, "no gradients on the CPU"),
+        ("torch-cp-flex", {"dropout": 0.1}, "dropout depends on the number of ranks"),
+        ("ulysses-sdpa", {"exact": True}, "no deterministic backward"),
+        ("ulysses-sdpa", {"kv_heads": 1}, "2 ranks do not divide 512 rows and 1 key heads"),
+        ("ulysses-fa3", {}, "flash_attn_3 is not installed"),
+    ],
+)
+def test_what_a_peer_cannot_do_it_says(name, case, reason, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(ranks, "installed", lambda package: False)
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *_: None)
+    given = Case("causal", 512, 4, 2, "forward")._replace(**case)
+    with pytest.raises(ranks.Unsupported, match=reason):
+        ranks.PEERS[name](given, distributed.documents(512), "cpu", 0, 2)
+
+
+def on_ranks(rank, store):
+    """Check on a rank of a process group the peers that know the CPU, and a case's memory."""
+    import torch
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    n, generator = 512, torch.Generator().manual_seed(0)
+    forwards = [("torch-cp-flex", mask, "forward") for mask in distributed.MASKS]
+    both = [("ulysses-sdpa", mask, "backward") for mask in ("full", "causal")]
+    for name, mask, direction in forwards + both:
+        case = Case(mask, n, 4, 2, direction)
+        q, k, v, do = (torch.randn(1, heads, n, 32, generator=generator) for heads in (4, 2, 2, 4))
+        peer = ranks.PEERS[name](case, distributed.documents(n), "cpu", rank, 2)
+
+        def local(x, peer=peer):
+            return x[:, :, peer.rows].movedim((1, 2), (peer.heads_axis, peer.rows_axis)).contiguous()
+
+        fwd = cuattn.forward(q, k, v, **case.options())
+        o, kept = peer.forward(*map(local, (q, k, v)))
+        np.testing.assert_allclose(o, local(fwd.o), atol=1e-5)
+        if direction == "backward":
+            grads = cuattn.backward(do, q, k, v, fwd, **case.options())
+            for found, exact in zip(peer.backward(local(do), kept), grads[:3], strict=True):
+                np.testing.assert_allclose(found, local(exact), atol=1e-5)
+    comm = connect(torch.distributed.group.WORLD, timeout=20.0)
+    for direction in ("forward", "backward"):
+        found = distributed.together(comm, Case("causal", n, 4, 2, direction), "cpu", 0.0)
+        assert 0 < found["extra_share"] < 3  # of a toy, whose tables of masks count
+    torch.distributed.destroy_process_group()
+
+
+def test_peers_on_ranks_of_the_cpu(tmp_path):
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_available():
+        pytest.skip("without torch.distributed")
+    import torch.multiprocessing as processes
+
+    processes.spawn(on_ranks, (tmp_path / "store",), nprocs=2)

@@ -84,6 +84,25 @@ def test_the_reference_differentiates_learned_arrays():
     assert errors["of_allowed"] > 1
 
 
+@pytest.mark.parametrize("name", ["slopes", "temperature"])
+def test_single_numbers_of_all_heads_are_judged_together(name):
+    """One number's error is luck, but a wrong one is seen, whose head it is."""
+    made = inputs.make(replace(case(name, "backward", learned=True), dtype="bfloat16"), "cpu")
+    reference = inputs.reference(made, True, False)
+    (name,) = reference.sums
+    heads, exact, rough = reference.gradient(name)
+    assert sorted(heads) == [(h,) for h in range(made.case.heads)]
+    most = (rough - exact).abs().max()
+    for place in range(len(heads)):
+        for error, right in ((most, True), (2.5 * most + 0.02 * exact.abs().max(), False)):
+            gradient = torch.zeros_like(exact)
+            for head, x in zip(heads, exact, strict=True):
+                gradient[head] = x
+            gradient[heads[place]] += error
+            (found,) = reference.errors({name: gradient}, peer=False).values()
+            assert (found["of_allowed"] <= 1) == right
+
+
 def rows(**times):
     """Rows of one case, by runner."""
     return [

@@ -69,13 +69,13 @@ class Driver:
         self.done: list[Launch | Zeroed] = []
         self.sizes: list[int] = []  # of the pieces of memory of the last run
 
-    def start(self, kernel, piece, maps, stream):
+    def start(self, kernel, piece, stream):
         _, path, name, constants, shared_bytes, *_ = kernel._found
-        struct = len(piece.words) - 1 - len(maps)
-        assert list(piece.words[struct + 1 :]) == [described.address for described in maps]
+        struct = len(piece.words) - 1 - len(piece.maps)
+        assert list(piece.words[struct + 1 :]) == [described.address for described in piece.maps]
         argument = np.frombuffer(piece.words[:struct].tobytes(), kernel.dtype)[0]
         grid, block = (_without_ones(kernel._shape[first : first + 3]) for first in (0, 3))
-        described = tuple(each.storage for each in maps)
+        described = tuple(each.storage for each in piece.maps)
         self.done.append(Launch(path, name, dict(constants), grid, block, shared_bytes, argument, described))
 
     def zero(self, address, size, stream):
@@ -124,7 +124,7 @@ def driver(monkeypatch):
         monkeypatch.setattr(module, "zero", driver.zero)
     merge.merge_sequence.cache_clear()
     monkeypatch.setattr(sequence, "counters_of", lambda stream, device: TICKET)
-    monkeypatch.setattr(launch.Kernel, "_start", lambda *arguments: driver.start(*arguments))
+    monkeypatch.setattr(launch.Kernel, "start", lambda *arguments: driver.start(*arguments))
     monkeypatch.setattr(tensor_map, "describe", lambda at, dtype, view: tensor_map.TensorMap(at, view))
     monkeypatch.setattr(tables.MaskTables, "sources", _sources)
     yield driver

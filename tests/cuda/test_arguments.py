@@ -79,29 +79,39 @@ def record_of(piece):
 
 
 def test_arguments_hold_values_and_addresses(monkeypatch):
-    """A piece of memory holds the first argument and, behind it, where all are; a launch in it is made of the next."""
-    started = []
-    monkeypatch.setattr(Kernel, "_start", lambda self, piece, maps, stream: started.append(record_of(piece)))
+    """A piece of memory holds the first argument and, behind it, where all are; it is kept for the same addresses."""
+    started, pieces = [], []
+
+    def start(self, piece, stream):
+        started.append(record_of(piece))
+        pieces.append(piece)
+
+    monkeypatch.setattr(Kernel, "start", start)
+    monkeypatch.setattr(launch, "_KEPT", 2)
     made = kernel({"n_keys": 7, "q.row": -3, "scale": 0.5})
-    for addresses in ((11, 12), (13, 14)):
+    for addresses in ((11, 12), (13, 14), (11, 12), (15, 16), (13, 14)):
         made.launch(addresses, 0)
         record = started.pop()
         assert (record["n_keys"], record["q.row"], record["scale"]) == (7, -3, 0.5)
         assert (record["q.data"], record["o.data"], record["k.data"]) == (*addresses, 0)
-    assert len(made._idle) == 1 and record_of(made._piece())["q.data"] == 0
-    piece = kernel({}, maps=["a", "b"])._piece()
+    assert [pieces.index(piece) for piece in pieces] == [0, 1, 0, 1, 0]  # the oldest is taken for others
+    assert {*made._idle} == {(13, 14), (15, 16)} and record_of(made.piece())["q.data"] == 0
+    piece = kernel({}, maps=["a", "b"]).piece()
     assert len(piece.words) == PARAMS.itemsize // 8 + 3 and piece.arguments == piece.words[-3] + PARAMS.itemsize
 
 
 def test_addresses_of_tables_are_those_of_the_launch(monkeypatch):
     """Whether a launch is given the tables of the one before, equal ones, others or none."""
     started = []
-    monkeypatch.setattr(Kernel, "_start", lambda self, piece, maps, stream: started.append(record_of(piece)))
+    monkeypatch.setattr(Kernel, "start", lambda self, piece, stream: started.append(record_of(piece)))
     tables = {"table.cols": 0, "table.bits": 1}
     made = kernel({}, more_slots={slot: slot for slot in tables}, tables=tables)
     first, second = [21, 22], [31, 32]
+    piece = made.piece()
+    made.fill(piece, (11, 12))
     for given in (first, first, second, [*second], first):
-        made.launch((11, 12), 0, given)
+        made.change(piece, given, ())
+        made.start(piece, 0)
         record = started.pop()
         assert [record[slot] for slot in tables] == given and (record["q.data"], record["o.data"]) == (11, 12)
 
@@ -110,12 +120,19 @@ def test_addresses_of_tables_are_those_of_the_launch(monkeypatch):
 def test_an_early_launch_that_is_refused_is_made_all_the_same(monkeypatch, status):
     calls = []
     monkeypatch.setattr(launch._thread, "launch", lambda *told: calls.append(("", told)))
-    monkeypatch.setattr(launch, "launcher", lambda _: lambda *told: calls.append(("early", told)) or status)
+    asked = []
+
+    def launcher(device):
+        asked.append(device)
+        return lambda *told: lambda stream, arguments: calls.append(("early", (*told, stream, arguments, 0))) or status
+
+    monkeypatch.setattr(launch, "launcher", launcher)
+    monkeypatch.setattr(launch, "function", lambda *found: SimpleNamespace(ptr=5))
     made = kernel({}, early=True)
-    made._launched = None, (5, *made._shape)  # as if compiled
-    made.launch((11, 12), 7)
+    for _ in range(2):
+        made.launch((11, 12), 7)
     names, told = zip(*calls, strict=True)
-    assert names == ("early", "")[: 1 + status] and len({*told}) == 1
+    assert names == 2 * ("early", "")[: 1 + status] and len({*told}) == 1 and asked == [0]
     assert told[0][:9] == (5, 1, 1, 1, 32, 1, 1, 0, 7)
     assert (ctypes.sizeof(early._Config), ctypes.sizeof(early._Attribute)) == (56, 72)  # as cuda.h has them
 
@@ -140,7 +157,7 @@ def changed(piece, changes):
 
 def test_random_state_replaces_the_one_before(monkeypatch):
     monkeypatch.setattr(arguments, "check_reachable", lambda *_: None)
-    piece = kernel({"dropout.batch": 9})._piece()
+    piece = kernel({"dropout.batch": 9}).piece()
     for state in (RNGState(77, SimpleNamespace(__cuda_array_interface__={"data": (64, True)})), RNGState(SEED, 5)):
         record = changed(piece, arguments.state_changes(state, 0))
         assert record["dropout.batch"] == 9
@@ -163,7 +180,7 @@ def test_an_offset_is_read_on_its_own_gpu(monkeypatch):
 def test_a_place_is_written_and_nothing_else():
     p = problem(band=Band(7, 2, 10), dropout=1)
     values = arguments.problem_fields(p, arguments.collapse((2,), ()))
-    piece = kernel(values)._piece()
+    piece = kernel(values).piece()
     before = record_of(piece).copy()
     assert (before["band_left"], before["band_right"]) == (-3, 12)
     place = Place(3, 5, 40, row=64, key=32, shift=-100)

@@ -36,9 +36,9 @@ def kernel(request, monkeypatch):
     need(request.param[:4])
     if request.param.endswith("asked"):
         monkeypatch.setattr(tensor_map, "takes_few_bits", lambda *_: False)
-        dispatch._known.cache_clear()
+        dispatch.forget()
     yield request.param[:4]
-    dispatch._known.cache_clear()
+    dispatch.forget()
 
 
 def need(kernel):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn import masks
+from cuattn import dispatch, masks
 from cuattn.errors import UnsupportedError
 from cuattn.masks import AllOf, BlockMask, BooleanMask, ColumnMask
 from tests import oracle
@@ -98,6 +98,49 @@ def test_several_masks(made, band, dtype, head_dim):
         assert_close(array, e, t, dtype=dtype, floor=floors[name], name=name)
 
 
+ONE = {
+    "column": lambda rng: columns(rng, HEADS),
+    "block": blocks,
+    "boolean": lambda rng: boolean(rng, QUERIES, KEYS),
+}
+PARTS = {
+    "rows ahead": (np.arange(QUERIES) + 400, np.arange(KEYS)),
+    "keys ahead": (np.arange(QUERIES), np.arange(KEYS) + 64),
+    "both": (np.arange(QUERIES) + 640, np.arange(KEYS) + 400),
+    "runs": (np.r_[:160, 480 : 480 + QUERIES - 160], np.r_[:160, 320 : 320 + KEYS - 160]),
+}
+
+
+def place_of(rows, keys):
+    """Return the origin of a part whose rows and keys these are."""
+    runs = (
+        tuple((int(n), int(of[n])) for n in np.flatnonzero(np.diff(of, prepend=of[0] - 2) != 1)) for of in (rows, keys)
+    )
+    return cuattn.Origin(**dict(zip(("row", "key"), runs, strict=True)))
+
+
+@pytest.mark.parametrize("kernel", [None, "sm80"])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("band", ["causal", "window"])
+@pytest.mark.parametrize("made", [*ONE, "two columns and block"])
+def test_a_part_of_a_band(made, band, part, kernel):
+    """What tables say of a part's keys and tiles is of its place in the whole; in several parts, also of one mask."""
+    rng = np.random.default_rng(len(made))
+    mask = AllOf(MADE[made](rng)) if made in MADE else ONE[made](rng)
+    for rows, keys in (PARTS[part], (np.arange(QUERIES), np.arange(KEYS))):
+        ahead = rows[:, None] - keys
+        options = {"is_causal": True} if band == "causal" else {"window": (100, 30)}
+        shown = ahead >= 0 if band == "causal" else (ahead <= 100) & (ahead >= -30)
+        seen = np.broadcast_to(mask.dense(QUERIES, KEYS) & shown, (BATCH, HEADS, QUERIES, KEYS))
+        clean, poisoned, do = problem(rng, seen, F16, 64)
+        found = solved(kernel, *poisoned, do, mask, origin=place_of(rows, keys), **options)
+        exact, textbook = (oracle.solve(*clean, do, visible=seen, dtype=low) for low in (None, F16))
+        floors = oracle.floors(exact, *clean, do, visible=seen)
+        for name, array in zip(NAMES, found, strict=True):
+            e, t = getattr(exact, name), getattr(textbook, name)
+            assert_close(array, e, t, dtype=F16, floor=floors[name], name=name)
+
+
 @pytest.mark.parametrize("made", ["two columns", "four columns", "column and boolean", "column and padding"])
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_the_same_bits_as_one_boolean_mask(made, dtype):
@@ -143,12 +186,11 @@ def test_tables_are_bounded_and_reused():
     for width in range(40):
         with streams[width % 3]:
             cuattn.attention(q, k, k, mask=mask, window=(n - width, None, "top_left"), kernel="sm80")
-    device = cupy.cuda.Device().id
-    kept, tables = mask._cache[f"cuda:{device}"], mask._cache["tables", device]
+    tables, calls = mask._cache["tables", cupy.cuda.Device().id], mask._cache[dispatch._epoch]
     gc.collect()
-    assert 0 < kept.cache_info().currsize <= 8
-    assert 0 < len(tables) <= 8
-    del mask, kept, tables
+    assert 0 < len(tables) <= 16
+    assert 0 < calls.cache_info().currsize <= 32
+    del mask, tables, calls
     gc.collect()
     cupy.cuda.Device().synchronize()
 

@@ -199,14 +199,14 @@ def test_calls_of_one_mask_share_its_tables(driver, monkeypatch):
     sequences, stream = [families.launch_sequence(*call[:3]) for _ in range(2)], Stream()
     for made_for in sequences:
         for _ in range(2):
-            kept = made_for._kept(call.masks, 0, stream, False)
+            kept = made_for._kept(call.masks, 0, stream, False, {})
             assert kept.addresses == [address for table in kept.tables for address in table.addresses]
             assert {one() for one in made} == {*kept.tables}
     before = len(made)
-    assert not waiting and sequences[0]._kept(call.masks, 0, Stream(), True).tables == kept.tables
+    assert not waiting and sequences[0]._kept(call.masks, 0, Stream(), True, {}).tables == kept.tables
     assert len(waiting) == before
-    assert sequences[0]._kept(call.masks, 3, stream, True) is None
-    assert sequences[0]._kept(call.masks, 3, stream, False) and len(made) == 2 * before
+    assert sequences[0]._kept(call.masks, 3, stream, True, {}) is None
+    assert sequences[0]._kept(call.masks, 3, stream, False, {}) and len(made) == 2 * before
     del kept, call
     gc.collect()
     assert not any(one() for one in made)
@@ -234,6 +234,22 @@ def test_the_cotangent_of_lse_reaches_the_preprocess(kernel, driver):
         assert first.kernel == "backward_preprocess"
         assert first.argument["dlse.data"] == call.addresses.get("dlse", 0)
         assert bool(first.argument["dlse.data"]) == asked
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("operation", ["backward", "backward_jvp"])
+def test_values_without_columns_leave_the_cotangent_of_lse(operation, dtype, driver):
+    case = LARGE._replace(dtype=np.dtype(dtype), head_dim_v=0)
+    for asked in (False, True):
+        call = prepared(case, operation, dlse=asked)
+        done, _ = driver.run(families.launch_sequence(*call[:3]), call.addresses)
+        launches = [each for each in done if isinstance(each, Launch)]
+        assert bool(launches) == asked
+        for launch in launches:
+            assert all(launch.grid)
+            if "attention" in launch.kernel:
+                assert launch.argument["v.data"] == launch.argument["k.data"] == call.addresses["k"]
+            compile_log(source.build(launch.path, launch.constants), "sm_90", launch.path)
 
 
 @pytest.mark.parametrize("name", ["bias row", "d64", "float32 d64", "grouped"])

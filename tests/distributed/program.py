@@ -1,9 +1,12 @@
 """What ranks do that a launcher of MPI has started: `python -m tests.distributed.program WHAT`."""
 
+import gc
 import os
 import signal
 import sys
+import threading
 import time
+import weakref
 
 import numpy as np
 
@@ -52,18 +55,104 @@ def disagree(comm):
 
 
 def late(comm):
-    """A rank that does not come in time is an error on the others, and the comm is broken."""
+    """A rank that does not come in time is an error on the others, which names it, and the comm is broken."""
     if comm.rank == 1:
         time.sleep(60)
     begin = time.monotonic()
     for _ in range(2):
         try:
             comm.barrier()
-        except DistributedError:
+        except DistributedError as error:
+            assert error.ranks == {1: f"did not answer rank {comm.rank}"}, error
             continue
         raise AssertionError("no error")
     assert time.monotonic() - begin < 3
     comm.abort()
+
+
+def late_message(comm):
+    """What a message was to be put into lives on: it may still arrive."""
+    if comm.rank == 1:
+        time.sleep(60)
+    target = np.zeros(4).view(type("Kept", (np.ndarray,), {}))
+    kept = weakref.ref(target)
+    try:
+        comm.exchange([], [(1, target)])
+    except DistributedError as error:
+        assert error.ranks == {1: f"did not answer rank {comm.rank}"}, error
+    del target
+    gc.collect()
+    assert kept() is not None
+    comm.abort()
+
+
+def short(comm):
+    """A message that is shorter than what it is put into is an error, too."""
+    x = np.zeros(4 + 4 * comm.rank)
+    try:
+        comm.exchange(*(([], [(0, x)]) if comm.rank else ([(1, x)], [])))
+    except DistributedError as error:
+        assert comm.rank == 1 and "a message has 32 bytes; expected 64" in str(error), error
+    else:
+        assert comm.rank == 0
+
+
+def interrupted(comm):
+    """An interrupted rank has a comm that is broken: what it has sent half would be taken for something else."""
+    if comm.rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        for kind in (KeyboardInterrupt, DistributedError):
+            try:
+                comm.exchange([], [(1, np.zeros(4))])
+            except kind:
+                continue
+            raise AssertionError("no error")
+        comm.abort()
+    time.sleep(60)
+
+
+def connecting():
+    """A rank that does not connect in time is an error on the others."""
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == 1:
+        time.sleep(60)
+    begin = time.monotonic()
+    try:
+        connect(timeout=0.5)
+    except DistributedError:
+        assert time.monotonic() - begin < 3
+        raise
+    raise AssertionError("no error")
+
+
+def late_of_torch(comm):
+    """As for MPI; where nobody ends the job the late rank, which gloo has shut out, gets an error, too."""
+    if comm.rank == 1:
+        time.sleep(3)
+    for _ in range(2):
+        begin = time.monotonic()
+        try:
+            distributed.attention(*numbers(3, 2, 16, 8), comm=comm)
+        except DistributedError as error:
+            assert list(error.ranks) == [1], error
+        else:
+            raise AssertionError("no error")
+        assert time.monotonic() - begin < 2
+    time.sleep(4 - 4 * comm.rank)  # until the other has found out
+
+
+def dies_of_torch(comm):
+    """A rank that dies is an error on the others."""
+    if comm.rank == 1:
+        os._exit(3)
+    for _ in range(2):
+        try:
+            comm.barrier()
+        except DistributedError as error:
+            assert list(error.ranks) == [1], error
+        else:
+            raise AssertionError("no error")
 
 
 def killed(comm):
@@ -81,6 +170,8 @@ def raises(comm):
 
 
 if __name__ == "__main__":
-    with connect(timeout=1.0 if sys.argv[1] == "late" else 30.0) as comm:
+    if sys.argv[1] == "connecting":
+        connecting()
+    with connect(timeout=1.0 if sys.argv[1].startswith("late") else 30.0) as comm:
         globals()[sys.argv[1]](comm)
         print(f"rank {comm.rank} of {comm.size} done", flush=True)

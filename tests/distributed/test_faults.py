@@ -1,6 +1,7 @@
 """What differs, what is wrong and who fails: on threads."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_functions_differ_by_what_they_are_and_capture():
         ({"layout": Layout.contiguous(60, 2)}, ShapeError, "layout has lengths"),
         ({"layout": 3}, ArgumentError, "layout is 3"),
         ({"bias": np.zeros((32, 32), np.float32)}, ShapeError, "by all 64 keys"),
-        ({"bias": np.zeros((40, 64), np.float32)}, ShapeError, "bias has shape (40, 32)"),
+        ({"bias": np.zeros((40, 64), np.float32)}, ShapeError, "bias has shape (40, 64); expected 32 rows"),
         ({"window": ((-1, 0), (-1, 0))}, ArgumentError, "window's left is -1"),
         ({"algorithm": "star"}, ArgumentError, "algorithm is 'star'"),
         ({"rng": "x"}, DtypeError, "rng has type str"),
@@ -153,6 +154,126 @@ def test_a_call_that_fails_inside_ends_all(monkeypatch):
     monkeypatch.setattr(walk.dispatch, "compute", fails)
     with pytest.raises(MemoryError, match="no room"):
         spawn(lambda comm: distributed.attention(X, X, X, comm=comm), ranks=3)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for():
+    """Neither in a collective nor for a message, nor for one to be taken."""
+    x, begin = np.zeros(4), time.monotonic()
+    for wait in (
+        lambda comm: comm.barrier(),
+        lambda comm: comm.exchange([], [(1, x)]),
+        lambda comm: comm.exchange([(1, x)], []),
+        lambda comm: distributed.attention(X, X, X, comm=comm),
+    ):
+        found = spawn(lambda comm, wait=wait: None if comm.rank else each(comm, lambda: wait(comm)), ranks=2)[0]
+        assert type(found) is DistributedError and found.ranks == {1: "ended before it answered rank 0"}
+    assert time.monotonic() - begin < 20
+    # What it has sent before arrives.
+    assert spawn(lambda comm: comm.allgather(comm.rank) if comm.rank else time.sleep(0.1) or comm.allgather(0), ranks=2)
+
+
+def test_a_message_of_another_size_ends_all():
+    """Also the sender, who waits for it to be taken."""
+
+    def work(comm):
+        x = np.zeros(4 + 4 * comm.rank)
+        messages = ([], [(1, x)]) if comm.rank == 0 else ([(0, x)], [])
+        return each(comm, lambda: comm.exchange(*messages))
+
+    begin = time.monotonic()
+    assert [type(error) for error in spawn(work, ranks=2)] == [DistributedError] * 2
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize("where", ["check_call", "compute"])
+def test_a_cancelled_call_is_an_error_on_the_others(monkeypatch, where):
+    """Also where arguments are checked, and there the comm is as good as before."""
+    from cuattn import dispatch
+
+    plain, cancelled = getattr(dispatch, where), []
+
+    def cancels(call):
+        if threading.current_thread().name.endswith("1") and not cancelled:
+            cancelled.append(call)
+            raise KeyboardInterrupt
+        return plain(call)
+
+    monkeypatch.setattr(dispatch, where, cancels)
+    kept = where == "check_call"
+
+    def work(comm):
+        connect(timeout=20)
+        try:
+            distributed.attention(X, X, X, comm=comm)
+        except BaseException as error:
+            return error, each(comm, lambda: distributed.attention(X, X, X, comm=comm))
+
+    begin = time.monotonic()
+    first, again = zip(*spawn(work, ranks=3), strict=True)
+    assert [type(error) for error in first] == [DistributedError, KeyboardInterrupt, DistributedError]
+    assert [type(error) for error in again] == [type(None) if kept else DistributedError] * 3
+    assert time.monotonic() - begin < 15
+
+
+def test_spawn_can_be_interrupted():
+    """Ranks that wait end at once, and the caller gets its KeyboardInterrupt."""
+    import signal
+
+    def work(comm):
+        if comm.rank:
+            comm.barrier()  # for which rank 0 is late
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        comm.exchange([], [(1, np.zeros(1))])
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind itself ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            spawn(work, ranks=3)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cuattn-rank")]
+    assert spawn(lambda comm: comm.allgather(comm.rank), ranks=2) == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize("algorithm", [None, "ring", "combine", "heads", "gather"])
+def test_a_bias_without_rows_at_a_rank_without_queries(algorithm):
+    rng = np.random.default_rng(0)
+    bias = rng.standard_normal((2, 1, 24), np.float32)
+    keys = Layout.contiguous(24, 2, unit=1)
+    for n in (1, 5):
+        layout = Layout.from_runs([[(0, n)], []])
+        q, do = rng.standard_normal((2, 2, n, 8), np.float32)
+        k, v = rng.standard_normal((2, 2, 24, 8), np.float32)
+
+        def work(comm, arrays=(q, do, k, v), layout=layout):
+            connect(timeout=20)
+            q, do, k, v = (one.shard(x, comm.rank) for one, x in zip((layout, layout, keys, keys), arrays, strict=True))
+            options = dict(comm=comm, layout=layout, key_layout=keys, algorithm=algorithm, bias=bias)
+            fwd = distributed.forward(q, k, v, **options)
+            grads = distributed.backward(do, q, k, v, fwd, **options)
+            return layout.unshard(grads.dq, comm), grads.dbias
+
+        fwd = cuattn.forward(q, k, v, bias=bias)
+        grads = cuattn.backward(do, q, k, v, fwd, bias=bias)
+        for dq, dbias in spawn(work, ranks=2):
+            np.testing.assert_allclose(dq, grads.dq, atol=1e-5)
+            np.testing.assert_allclose(dbias, grads.dbias, atol=1e-5)
+
+
+def test_a_bias_with_rows_on_some_ranks_alone_is_refused():
+    """Whatever the algorithm: what travels has to have the shape that others expect."""
+    whole, one = np.zeros((2, 9, 24), np.float32), np.zeros((2, 1, 24), np.float32)
+    layout = Layout.from_runs([[(0, 5)], [(5, 9)]])
+    q, k = np.zeros((2, 9, 8), np.float32), np.zeros((2, 12, 8), np.float32)
+    for algorithm in (None, "combine", "heads"):
+
+        def arguments(rank, algorithm=algorithm):
+            bias = one if rank else layout.shard(whole, 0)
+            return (layout.shard(q, rank), k, k), {"bias": bias, "layout": layout, "algorithm": algorithm}
+
+        for error in errors(arguments):
+            assert type(error) is DistributedError and list(error.ranks) == [1]
+            assert "bias has shape (2, 1, 24); expected 4 rows, this rank's, or 1 on every rank" in error.ranks[1]
 
 
 def test_spawn_checks_its_arguments():

@@ -102,7 +102,7 @@ def test_ranks_that_first_need_a_kernel_at_once():
     right = cuattn.attention(x, x, x).get()
     for _ in range(5):
         compile.function.cache_clear()
-        dispatch._known.cache_clear()
+        dispatch.forget()
 
         def work(comm):
             comm.barrier()

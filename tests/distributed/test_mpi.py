@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -38,7 +39,12 @@ def test_disagreement():
     assert status == 0, output
 
 
-@pytest.mark.parametrize("what", ["killed", "raises", "late"])
+def test_a_message_of_another_size():
+    status, output, _ = launch(2, "short")
+    assert status == 0, output
+
+
+@pytest.mark.parametrize("what", ["killed", "raises", "late", "late_message", "interrupted", "connecting"])
 def test_a_rank_that_fails_ends_the_job(what):
     status, output, seconds = launch(2, what)
     assert status != 0 and "done" not in output and "AssertionError" not in output, output
@@ -67,23 +73,32 @@ def test_alone_mpi_is_not_imported():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_a_process_group_of_torch():
+def of_torch(what, statuses=(0, 0)):
+    """Run a program on two ranks of a process group of PyTorch, over gloo; return their output."""
     torch = pytest.importorskip("torch")
     if not torch.distributed.is_available():
         pytest.skip("without torch.distributed")
-    code = """
-import os, sys, torch, numpy as np
+    code = f"""
+import os, sys, time, torch, numpy as np
 from cuattn import distributed
 from tests.distributed import program
-torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-comm = distributed.connect(torch.distributed.group.WORLD)
-program.calls(comm)
+torch.distributed.init_process_group("gloo", init_method=f"file://{{sys.argv[1]}}", rank=int(sys.argv[2]), world_size=2)
+comm = distributed.connect(torch.distributed.group.WORLD, timeout={1.0 if what else 30.0})
+program.{what or "calls"}(comm)
 torch.distributed.destroy_process_group()
 """
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", code, f"{folder}/store", str(rank)], cwd=ROOT) for rank in (0, 1)
-        ]
-        assert [rank.wait(60) for rank in ranks] == [0, 0]
+        command, pipes = [sys.executable, "-c", code, f"{folder}/store"], dict(stderr=subprocess.PIPE, text=True)
+        ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT, **pipes) for rank in (0, 1)]
+        told = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == list(statuses), told
+
+
+def test_a_process_group_of_torch():
+    of_torch("")
+
+
+def test_a_process_group_of_torch_has_deadlines():
+    """As of `connect`, not its own of half an hour; and it is told who is late, or dead."""
+    of_torch("late_of_torch")
+    of_torch("dies_of_torch", (0, 3))

@@ -86,9 +86,23 @@ def test_what_does_not_finish_is_aborted(fake):
     while ("abort",) not in fake.nccl.calls and time.monotonic() < end:
         time.sleep(0.01)
     assert ("abort",) in fake.nccl.calls
+    done = len(fake.nccl.calls)
     for text in ("did not finish within 0.05 s", "the comm is broken"):
-        with pytest.raises(DistributedError, match=text):
-            comm.exchange([(1, Array(16, 96))], [])
+        for call in (lambda: comm.exchange([(1, Array(16, 96))], []), comm.barrier, comm.check):
+            with pytest.raises(DistributedError, match=text):
+                call()
+    comm.abort()
+    assert len(fake.nccl.calls) == done  # NCCL is not asked again
+
+
+def test_what_was_aborted_is_not_used_again(fake):
+    comm = connect(fake.nccl)
+    comm.abort()
+    for call in (lambda: comm.exchange([(1, Array(16, 96))], []), comm.barrier):
+        with pytest.raises(DistributedError, match="the comm is broken"):
+            call()
+    comm.abort()
+    assert fake.nccl.calls == [("abort",)]
 
 
 def test_host_arrays_are_seen():

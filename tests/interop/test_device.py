@@ -141,8 +141,8 @@ def test_scope_makes_the_tensors_device_and_torch_stream_current(cuda_torch, eve
 def test_whether_the_arrays_device_is_current(events):
     cupy = sys.modules["cupy"]
     _, origin = one(cupy.ndarray())
+    cupy.cuda.runtime = types.SimpleNamespace(getDevice=lambda: current)
     for current in (3, 0):
-        cupy.cuda.runtime = types.SimpleNamespace(getDevice=lambda current=current: current)
         assert origin.is_current == (current == 3)
     assert not events
 

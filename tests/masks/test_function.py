@@ -16,7 +16,7 @@ from numpy.testing import assert_array_equal
 import cuattn
 from cuattn import Origin, masks
 from cuattn.cuda.constants import halves
-from cuattn.dispatch import _function_mask
+from cuattn.dispatch import function_mask
 from cuattn.errors import ArgumentError, DtypeError, MaskError, ShapeError, UnsupportedError
 from cuattn.masks import ColumnMask, from_function
 from cuattn.problem import FORWARD, Options, check
@@ -347,7 +347,7 @@ def test_a_function_is_one_mask():
         return (table[i] * table[j]) % 5 < 3 + h
 
     def made():
-        return _function_mask.cache_info().misses
+        return function_mask.cache_info().misses
 
     before = made()
     first = cuattn.attention(x, x, x, mask=visible)

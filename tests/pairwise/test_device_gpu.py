@@ -60,7 +60,7 @@ def test_logarithms(given, spread, d):
         check(own, *others, 40 + magnitude)
 
 
-@pytest.mark.parametrize("eps", [0.5, 0.01, 1e-4])
+@pytest.mark.parametrize("eps", [0.5, 0.01, 1e-4, 1e-6])
 @pytest.mark.parametrize(("d", "batch"), [(1, ()), (2, (2,)), (3, ()), (3, (2, 2))])
 def test_logarithms_of_rows_in_order(monkeypatch, d, batch, eps):
     """Rows near one another take products of tensor cores; those of the second half are too far from one another."""
@@ -75,6 +75,74 @@ def test_logarithms_of_rows_in_order(monkeypatch, d, batch, eps):
         check(found[..., rows], exact[..., rows], plain[..., rows], 2)
     h[...] = -np.inf
     assert (pairwise.softmin(x, y, h, eps=eps) == np.inf).all()
+
+
+@pytest.mark.parametrize("many", [0, near._MANY])
+@pytest.mark.parametrize("eps", [0.5, 1e-3])
+@pytest.mark.parametrize("place", ["x", "y", "far y", "h", "hidden y"])
+def test_nan_is_kept(monkeypatch, place, eps, many):
+    """NaN of a row is its own, that of a key every row's; also where a tile's other terms are too small to matter."""
+    monkeypatch.setattr(near, "_MANY", many)
+    problem = Problem(3, 1, 1000, 1500, 10.0, batch=(2,))
+    if place == "h":
+        problem.h[0, 700] = np.nan
+    else:
+        getattr(problem, place[-1])[0, 700:760, 1] = np.nan
+    if place == "far y":
+        problem.y[0, 700:760] += (1e4, 0, 0)
+    if place == "hidden y":
+        problem.h[0, 700:760] = -np.inf
+    exact, plain = (problem.weights(t, eps)[0] for t in (np.float64, np.float32))
+    found = pairwise.softmin(*up(problem.x, problem.y, problem.h), eps=eps).get()
+    assert np.array_equal(np.isnan(found), np.isnan(exact))
+    there = ~np.isnan(exact)
+    assert there[1].all() and there[0].sum() == (940 if place == "x" else 0)
+    check(*up(found[there]), exact[there], plain[there], 2)
+
+
+@pytest.mark.parametrize("many", [0, near._MANY])
+@pytest.mark.parametrize("exponent", [28, 31, 34, 40, 60])
+def test_large_exponents(monkeypatch, exponent, many):
+    """Neighbouring float32 numbers are further apart there than a power of 2 can tell."""
+    monkeypatch.setattr(near, "_MANY", many)
+    problem = Problem(3, 1, 1000, 1500, 1.0)
+    eps = 2.0**-exponent
+    exact, plain = (problem.weights(t, eps)[0] for t in (np.float64, np.float32))
+    check(pairwise.softmin(*up(problem.x, problem.y, problem.h), eps=eps), exact, plain, 2)
+    problem.x += 3  # away from all keys
+    exact, plain = (problem.weights(t, eps)[0] for t in (np.float64, np.float32))
+    check(pairwise.softmin(*up(problem.x, problem.y, problem.h), eps=eps), exact, plain, 2)
+
+
+@pytest.mark.parametrize("many", [0, near._MANY])
+def test_sums_of_rows_that_share_a_reference(monkeypatch, many):
+    """Other rows' greatest key raises the reference by more than a power of 2 has; the first row's sum stays."""
+    monkeypatch.setattr(near, "_MANY", many)
+    unit = np.log(2)
+    far = np.sqrt(2 * 70 * unit)
+    x, y, h = np.zeros((200, 3), np.float32), np.zeros((48, 3), np.float32), np.full(48, -np.inf, np.float32)
+    x[0, 0] = y[16, 0] = far
+    y[32, 0] = -far
+    h[[0, 16, 32]] = 0, 95 * unit, 230 * unit
+    found = pairwise.softmin(*up(x, y, h), eps=1.0).get()
+    np.testing.assert_allclose(found, [-95 * unit, *[-160 * unit] * 199], rtol=1e-6)
+
+
+@pytest.mark.parametrize("many", [0, near._MANY])
+@pytest.mark.parametrize("infinite", ["x", "y", "h"])
+def test_infinite_points_and_weights(monkeypatch, infinite, many):
+    monkeypatch.setattr(near, "_MANY", many)
+    problem = Problem(3, 1, 1000, 1500, 10.0)
+    array = getattr(problem, infinite)
+    array[(500, 2) if array.ndim == 2 else 500] = np.inf
+    found = pairwise.softmin(*up(problem.x, problem.y, problem.h), eps=0.5).get()
+    if infinite == "h":
+        assert (found == -np.inf).all()
+        return
+    exact, plain = (problem.weights(t, 0.5)[0] for t in (np.float64, np.float32))
+    there = np.isfinite(exact)
+    assert np.array_equal(found[~there], exact[~there])
+    check(*up(found[there]), exact[there], plain[there], 2)
 
 
 @pytest.mark.parametrize("spread", [1, 10, 100])

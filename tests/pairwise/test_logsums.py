@@ -34,6 +34,16 @@ def test_softmin_at_low_temperatures(spread):
     assert_close(pairwise.softmin(problem.x, problem.y, problem.h, eps=1e-3), exact, plain)
 
 
+def test_softmin_of_weights_far_apart():
+    """By more than float32 has powers of 2, those of the nearest keys the smallest."""
+    problem = Problem(3, spread=0.1)
+    problem.y = (0.2 * problem.y).astype(np.float32)
+    problem.y[300:] += 1
+    problem.h = np.where(np.arange(700) < 300, -0.9, 0).astype(np.float32)
+    exact, plain = (problem.weights(dtype, 8e-3)[0] for dtype in (np.float64, np.float32))
+    assert_close(pairwise.softmin(problem.x, problem.y, problem.h, eps=8e-3), exact, plain)
+
+
 def test_softmin_of_nothing_and_of_parts():
     problem = Problem(given=np.float64)
     h = problem.h.copy()

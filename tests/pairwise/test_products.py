@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 from cuattn import errors, masks, pairwise
 from cuattn.pairwise import attention, logsums, products
@@ -51,6 +52,55 @@ def test_few_coordinates_are_as_good_as_differences(given, d, spread):
     exact, plain = (problem.matvec(dtype)[:70] for dtype in (wide, given))
     error, allowed = (np.abs(part - exact) / exact for part in (found, plain))
     assert error.max() <= 2 * allowed.max() + eps(given)
+
+
+@pytest.mark.parametrize("given", [np.float32, np.float64])
+@pytest.mark.parametrize("d", [1, 3, 8])
+@pytest.mark.parametrize(("kernel", "spread"), [("laplacian", 1.0), ("laplacian", 30.0), ("gaussian", 1000.0)])
+def test_points_near_one_another(given, d, kernel, spread):
+    """Also the same ones, at which a Laplacian kernel has a slope; gradients are 0 there."""
+    problem = Problem(d, 1, 300, 700, spread, given)
+    problem.b = np.abs(problem.b)
+    if kernel == "laplacian":
+        problem.y[:100] = problem.x[:100]
+        problem.y[100:200] = problem.x[:100] * (1 + 4 * eps(given))
+    wide, options = np.longdouble if given == np.float64 else np.float64, dict(bandwidth=1.0, kernel_function=kernel)
+    found = pairwise.matvec(problem.x, problem.y, problem.b, **options)[:150].astype(wide)
+    exact, plain = (problem.matvec(dtype, kernel)[:150] for dtype in (wide, given))
+    error, allowed = (np.abs(part - exact) / exact for part in (found, plain))
+    assert error.max() <= 2 * allowed.max() + eps(given)
+    if kernel == "gaussian" or d == 1:  # of sums of slopes times points, more than 50 roundings are lost there
+        return
+    found = pairwise.matvec_backward(problem.da, problem.x, problem.y, problem.b, **options)[:3]
+    exact, plain = (problem.matvec_backward(dtype, kernel)[:3] for dtype in (wide, given))
+    for name, own, true, textbook in zip(NAMES[:3], found, exact, plain, strict=True):
+        assert_close(own, true, textbook, dtype=given, magnitude=50.0, name=name)
+
+
+@pytest.mark.parametrize("given", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("d", "kernel", "spread"), [(3, "gaussian", 1.0), (3, "gaussian", 30.0), (11, "matern32", 1.0)]
+)
+def test_pairs_of_points_with_themselves(given, d, kernel, spread):
+    """A tile of kernel values serves its mirror image, too: as good as without, in as many threads as one likes."""
+    rng, n, wide = np.random.default_rng(0), 1500, np.longdouble if given == np.float64 else np.float64
+    problem = Problem(d, 2, n, 1, spread, given)
+    problem.y, problem.b, problem.h = problem.x.copy(), rng.random((n, 2)).astype(given), rng.random(n).astype(given)
+    call = {
+        "matvec": lambda y: pairwise.matvec(problem.x, y, problem.b, bandwidth=1.0, kernel_function=kernel),
+        "softmin": lambda y: pairwise.softmin(problem.x, y, problem.h, eps=1.0),
+    }
+    for name, of in call.items():
+        found = []
+        for threads in (1, 3):
+            with threadpool_limits(threads, user_api="blas"):
+                found.append(of(problem.y))
+        assert found[0].tobytes() == found[1].tobytes()
+        if name == "matvec":
+            exact, plain = (problem.matvec(dtype, kernel)[:200] for dtype in (wide, given))
+        else:
+            exact, plain = (problem.weights(dtype, 1.0)[0][:200] for dtype in (wide, given))
+        assert_close(found[0][:200], exact, plain, dtype=given, magnitude=2.0 * d, name=name)
 
 
 @pytest.mark.parametrize("spread", [1, 10])
@@ -165,3 +215,23 @@ def test_errors(change, error, text):
     given = dict(x=np.ones((5, 3)), y=np.ones((4, 3)), b=np.ones(4), bandwidth=1.0) | change
     with pytest.raises(error, match=text):
         pairwise.matvec(*[given.pop(name) for name in "xyb"], **given)
+
+
+@pytest.mark.filterwarnings("ignore:.*precision=:RuntimeWarning")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_points_too_far_apart_for_float32_products(kernel):
+    """What these lose makes no kernel value greater than 1, and none infinite."""
+    x = (1e4 * np.random.default_rng(5).standard_normal((300, 24))).astype(np.float32)
+    found = pairwise.matvec(x, x, np.eye(300, dtype=np.float32), bandwidth=1, kernel_function=kernel)
+    assert np.abs(found).max() <= 1 + eps(np.float32)
+
+
+@pytest.mark.parametrize("n_rows, n_keys", [(68, 68), (51, 53), (513, 257), (1, 5)])
+def test_order_of_terms(n_rows, n_keys):
+    """Coarse parts cancel before rests are added in every row and key of a tile."""
+    problem = Problem(5, 2, n_rows, n_keys, 3.0, np.float64)
+    problem.y[: min(n_rows, n_keys)] = problem.x[: min(n_rows, n_keys)]
+    exact, plain = (problem.matvec(dtype, "cauchy", 0.1) for dtype in (np.longdouble, np.float64))
+    assert_close(
+        pairwise.matvec(problem.x, problem.y, problem.b, bandwidth=0.1, kernel_function="cauchy"), exact, plain
+    )

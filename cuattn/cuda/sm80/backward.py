@@ -343,7 +343,7 @@ class Backward(Call):
         for passed in (bias, by_score):
             scratch |= passed.scratch if passed else {}
         self.begin(scratch)
-        if problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:
+        if self.has_gradients:
             self._keys()
             self._rows()
             if bias:

@@ -91,7 +91,7 @@ class BackwardJvp(TangentCall):
         self.begin(scratch, arithmetic=self.arithmetic)
         summed = {f"sum_d{name}": f"td{name}" in self._sums for name in "qkv"}
         constants = self.base_constants() | {"primal": "d" in self._kinds, **summed}
-        if problem.n_queries * problem.n_keys * problem.head_dim_v * problem.instances:  # else all is 0
+        if self.has_gradients:
             self._add_all(constants)
         cut = self._cut(_QUERIES) or Cut(Tile(1, 16, 1), 0, 0)
         own = cut.constants()
@@ -101,8 +101,9 @@ class BackwardJvp(TangentCall):
     def _add_all(self, constants: Constants) -> None:
         self._add_rows(constants)
         for name, owner in _OWNERS.items():
-            self._add(name, owner, constants)
-            self._add_sums(name)
+            if 0 not in self.operands[name].shape:
+                self._add(name, owner, constants)
+                self._add_sums(name)
         if "bias" in self.operands:
             self._add_bias(constants)
         if self.problem.learned:

@@ -240,8 +240,6 @@ class Forward(Call):
             shapes = {"o": problem.o_shape, "l": problem.stat_shape, "m": problem.stat_shape}
             scratch = {f"{name}_part": Array((cut.splits, *shape), stat) for name, shape in shapes.items()}
         self.begin(scratch, cut.blocks if cut.merges else 0)
-        if not self.operands["v"].size:
-            self.slots["v.data"] = "k"  # an empty v has no address, and copies of nothing must name one
         constants, tile, warps = cut.constants(load_bytes), cut.tile[:2], cut.tile.warps * cut.teams
         if cut.blocks:
             counts = {

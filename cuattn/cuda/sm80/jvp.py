@@ -151,7 +151,7 @@ class TangentCall(Call):
         for name in names:
             if name in self.arrays:
                 fields |= layout_fields(name, steps_of(self.arrays[name]), self.axes, rank)
-                slots[f"{name}.data"] = name
+                slots[f"{name}.data"] = self.addressed(name)
         return fields, Own(TANGENTS, slots | (renamed or {}))
 
 
@@ -193,9 +193,6 @@ class Jvp(TangentCall):
         block = constants["block_m"], constants["block_n"]
         counts = tile_counts(problem, block)
         fields, own = self.tangents(("tq", "tk", "tv", "tbias", "to", "tlse"))
-        if not self.operands["v"].size:  # it has no address, and copies of nothing must name one
-            self.slots["v.data"] = "k"
-            own.slots.update({"tv.data": "k"} if self.has("tv") else {})
         grid = counts["row_tiles"] * problem.instances, cdiv(max(problem.head_dim_v, 1), cut.columns)
         if grid[0]:
             launched = "sm80/jvp.cu", "attention_jvp", constants, grid, cut.tile.warps, counts | fields, block
