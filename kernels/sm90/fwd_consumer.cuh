@@ -25,9 +25,10 @@ constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropo
 // those that it jumps over.
 constexpr bool steps_apart = cfg::overlap && column_masks > 0 && search_beside && !cfg::bias && !cfg::score;
 
-// Beside parts, which are then all there is, three warpgroups have no registers to go from one row tile to the next without a pause, or to pass over one.
-constexpr bool tight = cfg::split && warpgroups > 2;
-constexpr bool crosses = cfg::q_stages > 1 && !tight, passes_rows = !later_tiles_vary && !tight;
+// cfg::whole_rows: not all row tiles are in parts.  Beside parts three warpgroups have no registers to go from one row tile to the next without a pause, or
+// to pass over one of which (cfg::some_absent) they have no rows.
+constexpr bool roomy = !cfg::split || (cfg::whole_rows && warpgroups < 3);
+constexpr bool crosses = cfg::q_stages > 1 && roomy, passes_rows = cfg::some_absent && !later_tiles_vary && roomy;
 
 // What all lanes agree on once of a tile whose bias tensor cores add, which spares most tiles all other votes.
 struct Agreed {

@@ -512,6 +512,8 @@ class Cut:
             "overlap": self._is_long,
             "diagonal": self._is_long and self._meets_corners,
             "split": self.splits > 1,
+            "whole_rows": self.splits == 1 or self.whole > 0,
+            "some_absent": -problem.n_queries % tile.block_m >= WARPGROUP_ROWS,
         }
 
 
