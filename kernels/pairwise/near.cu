@@ -214,7 +214,7 @@ struct NearRows {
             if (mode == shared) next[r] = top;
             const u32 below = ptx::pack_f16(mode == products ? top - next[r] : 0.f, 0.f);
             if (mode == products) next[r] = top - ptx::low_f16(below);
-            l[r].scale_twice(ptx::ex2(0.5f * fminf(old[r] - (next[r] - square(x)), 126.f)));
+            l[r].scale(ptx::ex2(0.5f * fminf(old[r] - (next[r] - square(x)), 126.f)));
             m[r] = next[r];
             const float left = 2.f * unit * fmaf(q == 0 ? x.x : q == 1 ? x.y : x.z, scale, -(q == 0 ? middle[0] : q == 1 ? middle[1] : middle[2]));
             const float hi = ptx::low_f16(ptx::pack_f16(left, left));

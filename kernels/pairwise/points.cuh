@@ -105,7 +105,7 @@ struct OwnRows {
     __device__ __forceinline__ const float* point(int r) const { return p.x + place(r) * kDim; }
 };
 
-// What a thread has of a row that is summed: its share of the sums.
+// What a thread has of a row that is summed: its share of the sums.  A reference m is subtracted last: the greatest term is rounded like it.
 struct SummedRow {
     float of_row = 0, m = Range<float>::lowest;
     Total<float> totals[kColumns];
@@ -117,8 +117,8 @@ struct SummedRow {
         if constexpr (cfg::logs) {
             float greatest = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
             greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, 2));
-            const float l = quad_sum(totals[0].sum * power_of_2(m - greatest));
-            if (writes) p.logs[at] = l == 0.f ? -infinity<float>() : greatest + log2(l);
+            const float root = power_of_2(0.5f * (m - greatest)), l = quad_sum(totals[0].sum * root * root);
+            if (writes) p.logs[at] = greatest > -0.1f * Range<float>::lowest ? l * infinity<float>() : greatest + log2(l);
         } else {
             unroll<kWidth>([&](int c) {
                 const float sum = quad_sum(totals[c].sum);

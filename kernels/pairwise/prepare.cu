@@ -109,7 +109,8 @@ extern "C" __global__ __launch_bounds__(kThreads) void pairwise_prepare(const __
         }
         for (int distance = 16; distance > 0; distance /= 2) square += __shfl_xor_sync(~0u, square, distance);
         if (lane == 0) {
-            const double log = side.logs == nullptr ? 0. : kLog2e * static_cast<double>(side.logs[point]);
+            const double given = side.logs == nullptr ? 0. : kLog2e * static_cast<double>(side.logs[point]);
+            const double log = given > 1e30 ? 1e30 : given;  // infinity less a reference would be NaN
             side.of_each[point] = static_cast<float>(cfg::logs ? log - square : square);
             if (side.squares != nullptr) side.squares[point] = square;
         }

@@ -13,16 +13,16 @@ constexpr int kTiles = 2, kRows = 16 * kTiles * kWarps, kOwn = 2 * kTiles;
 __device__ __forceinline__ void add_logs(SummedRow& row, float& sum, const float (&s)[4], const float (&of_key)[4], float unit) {
     const auto terms = [&] {
         float total = 0;
-        unroll<4>([&](int n) { total += power_of_2(fmaf(s[n], unit, of_key[n] - row.m)); });
+        unroll<4>([&](int n) { total += power_of_2(fmaf(s[n], unit, of_key[n]) - row.m); });
         return total;
     };
     float more = terms();
     if (!(more < Range<float>::most)) {
         float greatest = row.m;
         unroll<4>([&](int n) { greatest = fmaxf(greatest, fmaf(s[n], unit, of_key[n])); });
-        const float share = power_of_2(row.m - greatest);
-        row.totals[0].scale(share);
-        sum *= share;
+        const float root = power_of_2(0.5f * (row.m - greatest));
+        row.totals[0].scale(root);
+        sum = sum * root * root;
         row.m = greatest;
         more = terms();
     }

@@ -160,9 +160,9 @@ struct LogSums {
         });
         shared = shared && most - least < kApart && most < kLarge && least > -kLarge;
         unroll<kRows>([&](int r) {
-            const Acc next = shared ? most : greatest[r], share = power_of_2(Acc(0.5) * (m[r] - next));
-            l[r].scale_twice(share);
-            tile_sums[r] = tile_sums[r] * share * share;
+            const Acc next = shared ? most : greatest[r], root = power_of_2(Acc(0.5) * (m[r] - next));
+            l[r].scale(root);
+            tile_sums[r] = tile_sums[r] * root * root;
             m[r] = next;
         });
     }

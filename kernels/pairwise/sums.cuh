@@ -13,14 +13,10 @@ struct Total {
         lost = (next - sum) - term;
         sum = next;
     }
-    __device__ __forceinline__ void scale(Acc factor) {
-        sum *= factor;
-        lost *= factor;
-    }
-    // In two halves: all of it may be 0 where the product is not.
-    __device__ __forceinline__ void scale_twice(Acc factor) {
-        scale(factor);
-        scale(factor);
+    // By a factor, given its root: the factor may be 0 where the product is not.
+    __device__ __forceinline__ void scale(Acc root) {
+        sum = sum * root * root;
+        lost = lost * root * root;
     }
 };
 

@@ -17,14 +17,14 @@ __device__ __forceinline__ void add_logs(SummedRow& row, int r, const float (&s)
     };
     const auto terms = [&] {
         float total = 0;
-        each([&](float s, float of_key) { total += power_of_2(fmaf(s, unit, of_key - row.m)); });
+        each([&](float s, float of_key) { total += power_of_2(fmaf(s, unit, of_key) - row.m); });
         return total;
     };
     float more = terms();
     if (!(more < Range<float>::most)) {
         float greatest = row.m;
         each([&](float s, float of_key) { greatest = fmaxf(greatest, fmaf(s, unit, of_key)); });
-        row.totals[0].scale(power_of_2(row.m - greatest));
+        row.totals[0].scale(power_of_2(0.5f * (row.m - greatest)));
         row.m = greatest;
         more = terms();
     }

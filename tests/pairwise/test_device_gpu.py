@@ -145,6 +145,16 @@ def test_infinite_points_and_weights(monkeypatch, infinite, many):
     check(*up(found[there]), exact[there], plain[there], 2)
 
 
+@pytest.mark.parametrize("d", [16, 64])
+def test_infinite_weights_of_many_coordinates(d):
+    """By products of warps and of warpgroups."""
+    problem = Problem(d, 1, 300, 900, 1.0)
+    problem.h[500] = np.inf
+    x, y, h = up(problem.x, problem.y, problem.h)
+    assert (pairwise.softmin(x, y, h, eps=0.5).get() == -np.inf).all()
+    assert (pairwise.softmin(x, y, -abs(h), eps=0.5).get() < np.inf).all()
+
+
 @pytest.mark.parametrize("spread", [1, 10, 100])
 def test_few_coordinates_are_as_good_as_differences(spread):
     problem = Problem(3, 1, 300, 3000, spread)
