@@ -168,13 +168,17 @@ class Direct:
         return target.reshape(shape)
 
     def rows_of(self, name: str, empty: ndarray | None = None) -> ndarray:
-        """Return the rows of q or do, (..., rows, width); `empty` ones are 0: nothing may depend on what they hold."""
+        """Return the rows of q or do, (..., rows, width); `empty` ones are 0: nothing may depend on what they hold.
+
+        They are as BLAS takes them: other products would have other bits forward, and backward beside empty rows.
+        """
         source = self.operands[name]
         if empty is not None:
             source = np.where(empty[..., None], 0, source)
         elif source.shape[:-2] != self.heads:
             source = np.broadcast_to(source, (*self.heads, *source.shape[-2:]))
-        return source.reshape(*self.lead, self.rows, source.shape[-1])
+        rows = source.reshape(*self.lead, self.rows, source.shape[-1])
+        return rows if rows.strides[-2] >= rows.itemsize * rows.shape[-1] else np.ascontiguousarray(rows)
 
     def products(self, out: str, keys: str, rows: ndarray) -> ndarray:
         """Return k or v times rows of q or do, (..., keys, rows)."""

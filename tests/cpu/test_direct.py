@@ -86,3 +86,17 @@ def test_a_row_whose_scores_are_all_invisible_is_empty_without_a_mask(way):
         fwd = cuattn.forward(np.ones_like(q), np.full_like(k, -np.inf), v)
     for found, expected in zip(fwd[:3], (0, 0, -np.inf), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("n_keys", [1, 3])
+def test_large_scores_of_rows_in_reverse_beside_empty_ones(n_keys):
+    """The backward's scores have the forward's bits: the one weight of a row is 1 in both."""
+    q, k, v = (1e4 * x for x in arrays(2, 14, 192, n_keys=n_keys))
+    bias = np.zeros((14, n_keys), np.float32)
+    bias[:, 1:] = -np.inf
+    bias[5] = -np.inf
+    q, do = q[..., ::-1, :], np.ones_like(q)
+    fwd = cuattn.forward(q, k, v, bias=bias)
+    dv = cuattn.backward(do, q, k, v, fwd, bias=bias).dv
+    np.testing.assert_array_equal(dv[:, 0], 13)
+    np.testing.assert_array_equal(dv[:, 1:], 0)
