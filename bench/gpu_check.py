@@ -101,6 +101,12 @@ def reason(longrepr):
     return (crash.message if crash is not None else (str(longrepr).splitlines() or [""])[-1])[:500]
 
 
+def end(number, frame):
+    """End as Ctrl-C does; `timeout` sends its signal twice, to the process and to its group."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main(arguments=None):
     """Run the tests, write the report, return 0 when all passed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -114,7 +120,7 @@ def main(arguments=None):
     os.environ.update({**ONE_THREAD, **({"CUATTN_FULL": "1"} if options.full else {})})
     os.chdir(ROOT)
     collector = Collector()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    signal.signal(signal.SIGTERM, end)
     status = run(options.pytest or ["tests"], options.workers, collector)
     _, trees = sources(options.trees, TREES)
     report = {

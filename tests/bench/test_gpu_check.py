@@ -1,5 +1,8 @@
 """Counting the outcomes of marked tests, in one process and in several."""
 
+import os
+import signal
+
 import pytest
 
 from bench import gpu_check
@@ -48,6 +51,16 @@ def test_what_an_interrupted_run_did_not_begin_is_counted(tmp_path):
     collector = gpu_check.Collector()
     gpu_check.run([f"--rootdir={tmp_path}", "-x", str(tmp_path)], 0, collector)
     assert collector.report()["counts"] == {"passed": 4, "failed": 1, "skipped": 0, "not begun": 2}
+
+
+def test_a_second_signal_ends_nothing_else():
+    before = signal.signal(signal.SIGTERM, gpu_check.end)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 BREAKING = """
