@@ -57,6 +57,8 @@ name                    type     meaning
 ``mask``                int      which masks there are, see kernels/attn/mask_format.cuh
 ``split``               bool     forward over parts of the key axis, partial results of type ``acc``; bias kernel: parts
                                  of the heads that share a bias
+``whole_rows``          bool     Hopper forward: not all row tiles are in parts
+``some_absent``         bool     Hopper forward: the last row tile has warpgroups without rows
 ``merges``              bool     the last block of a row tile to finish its part merges them all
 ``flush_every``         int      float32, float64: tiles after which long sums are added to memory; 0 = never
 ``atomic_dq``           bool     backward: dq is added up in memory, in no fixed order
