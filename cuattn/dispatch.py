@@ -81,11 +81,14 @@ class Call:
         Those that are no arrays.
     function : callable or None
         A mask that is ``visible(b, h, i, j)``.
+    alone : callable or None
+        A score function without further arguments until it is made a `Score`, which a warm call need not.
     is_told : bool
         Whether there are masks that are no arrays, or functions.
     """
 
     score: Any = None
+    alone: Any = None
     masks: tuple[Mask, ...] = ()
     function: Any = None
     is_told = False
@@ -110,7 +113,9 @@ class Call:
                 self.masks, self.is_told = arrays.pop("mask").parts, True
             elif callable(mask):
                 self.function, self.is_told = arrays.pop("mask"), True
-        if score is not None or type(score_args) is not tuple or score_args:
+        if callable(score) and type(score_args) is tuple and not score_args and tscore_args is None:
+            self.alone, self.is_told = score, True
+        elif score is not None or type(score_args) is not tuple or score_args:
             self.score, self.is_told = _scoring().Score(score, score_args, arrays, operation, tscore_args), True
         elif tscore_args is not None:
             raise ArgumentError(f"{operation.label('tscore_args')} is given but score is None; expected None")
@@ -124,8 +129,15 @@ class Call:
             raise DtypeError(f"origin is {shown(self.origin)}; expected a cuattn.Origin or None")
         return self.origin.has_runs
 
+    def take_score(self) -> None:
+        """Make a score function without further arguments a `Score`."""
+        if self.alone is not None:
+            self.score, self.alone = _scoring().Score(self.alone, (), self.arrays, self.operation), None
+
     def recall(self, known: _Known) -> None:
         """Take what the functions of such a call were traced to."""
+        if known.numbers is None:
+            self.take_score()
         score = self.score
         if score is not None:
             score.whole, score.traced, score.visible = known.score
@@ -226,7 +238,12 @@ def _themselves(call: Call) -> tuple[Any, ...] | None:
     """
     score, function, masks = call.score, call.function, call.masks
     who, place = None, None if call.origin is None else False  # a part, but of one piece
-    if score is not None:
+    if call.alone is not None:
+        known = _scoring().recall(call.alone)
+        if known is None:
+            return None
+        who = (known,)
+    elif score is not None:
         who = score.recall()
         if who is None:
             return None
@@ -383,6 +400,7 @@ def _state(call: Call, problem: Problem) -> Any:
 
 def _enter(call: Call, outputs: Outputs) -> tuple[dict[str, Any], interop.ArrayOrigin]:
     """Return NumPy or CuPy views of a call's arrays by name; `outputs` takes those in which results are wanted."""
+    call.take_score()
     label = call.operation.label
     named = {label(name): array for name, array in call.arrays.items()}
     views, origin = interop.to_backend({**named, **outputs.given})
