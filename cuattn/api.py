@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -79,11 +80,23 @@ _SHARED = {
 }
 
 
-def public(function: Function) -> Function:
-    """Fill the paragraphs that the public functions share into a docstring."""
-    for name, text in _SHARED.items():
-        function.__doc__ = (function.__doc__ or "").replace(f"<{name}>", text)
-    return function
+def documented_by(paragraphs: dict[str, str]) -> Callable[[Function], Function]:
+    """Return a decorator that fills paragraphs that functions share, indented by four, into docstrings.
+
+    From Python 3.13 on the compiler takes the indentation off docstrings.
+    """
+
+    def document(function: Function) -> Function:
+        text = inspect.cleandoc(function.__doc__ or "") + "\n"
+        for name, paragraph in paragraphs.items():
+            text = text.replace(f"<{name}>", paragraph.replace("\n    ", "\n"))
+        function.__doc__ = text
+        return function
+
+    return document
+
+
+public = documented_by(_SHARED)
 
 
 @public

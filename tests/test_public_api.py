@@ -8,6 +8,7 @@ import re
 import pytest
 
 import cuattn
+from cuattn.api import documented_by
 import cuattn.errors
 import cuattn.masks
 
@@ -109,3 +110,15 @@ def test_masks():
         "BlockMask",
     }
     assert names <= set(cuattn.masks.__all__)
+
+
+@pytest.mark.parametrize("docstring", ["Sum.\n\n    <a>\n    ", "Sum.\n\n<a>\n"])
+def test_shared_paragraphs_are_indented_as_docstrings_are(docstring):
+    """From Python 3.13 on these come without their indentation."""
+
+    def function():
+        pass
+
+    function.__doc__ = docstring
+    documented_by({"a": "x : int\n        A number."})(function)
+    assert function.__doc__ == "Sum.\n\nx : int\n    A number.\n"

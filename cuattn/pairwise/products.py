@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cuattn.api import documented_by
 from cuattn.errors import UnsupportedError, expect_array
 from cuattn.pairwise import attention
 from cuattn.pairwise.pairs import Pairs, Sums, Wanted, columns_of, entered
@@ -41,11 +42,7 @@ _PARAGRAPHS = {
 }
 
 
-def public(function: Any) -> Any:
-    """Fill the paragraphs that the public functions share into a docstring."""
-    for name, text in _PARAGRAPHS.items():
-        function.__doc__ = (function.__doc__ or "").replace(f"<{name}>", text)
-    return function
+public = documented_by(_PARAGRAPHS)
 
 
 class MatvecGradients(NamedTuple):
