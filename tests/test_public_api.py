@@ -8,9 +8,9 @@ import re
 import pytest
 
 import cuattn
-from cuattn.api import documented_by
 import cuattn.errors
 import cuattn.masks
+from cuattn.api import documented_by
 
 FUNCTION = "score=None, score_args=()"
 SCORES = f"mask=None, bias=None, {FUNCTION}, is_causal=False, window=None, scale=None, softcap=None, dropout_p=0.0"
