@@ -111,9 +111,15 @@ def both(rows):
     return found[[*shown, ("rho", "forward")]].rename(index=MASKS, level="table")
 
 
+def in_order(values, level):
+    """Return values with a column per label of a level; lines and columns stay in order of appearance."""
+    lines, columns = values.index.droplevel(level).unique(), values.index.unique(level)
+    return values.unstack(level).reindex(lines)[columns]
+
+
 def totals(rows):
     """Return the total rate of cuattn and how many times the fastest rival's it is, by table and mask."""
-    rates = both(rows)["rate", "total"].unstack("runner", sort=False)
+    rates = in_order(both(rows)["rate", "total"], "runner")
     return rates["cuattn"], rates["cuattn"] / rates.drop(columns="cuattn").max(axis=1)
 
 
@@ -126,7 +132,7 @@ def masks(rows):
 
 def draw_masks(rows):
     """Draw the ratio to the fastest rival as a map, a column per table, a line per mask."""
-    found = totals(rows)[1].unstack("table", sort=False)
+    found = in_order(totals(rows)[1], "table")
     drawn, (axis,) = panels(1, 3.2 + 0.95 * len(found.columns), 4.8)
     axis.imshow(np.log2(found), cmap="RdBu", vmin=-1.5, vmax=1.5, aspect="auto")
     axis.grid(visible=False)

@@ -89,6 +89,12 @@ def is_finite(*arrays: ndarray) -> bool:
     return all(math.isfinite(np.vdot(array, array)) for array in arrays)
 
 
+def is_for_blas(array: ndarray) -> bool:
+    """Whether matmul hands matrices (..., n, m) to BLAS as they are; others it multiplies in loops, to other bits."""
+    step, item = array.strides[-2], array.itemsize
+    return array.flags.aligned and array.strides[-1] == item and step >= array.shape[-1] * item and not step % item
+
+
 def product(weights: ndarray, data: ndarray, out: ndarray, *, careful: bool) -> ndarray:
     """Compute weights @ data, where something may not be a finite number with care for what is hidden."""
     if careful:

@@ -23,6 +23,7 @@ from cuattn.cpu.arithmetic import (
     hide,
     highest,
     is_finite,
+    is_for_blas,
     product,
     reference_of,
     row_weights,
@@ -139,7 +140,7 @@ class Direct:
         *batch, kv = self.index
         self.of_heads = (*batch, slice(kv.start * self.group, kv.stop * self.group))
         task = self.task
-        self.operands = {name: self.take(name, x).astype(self.dtype, copy=False) for name, x in task.operands.items()}
+        self.operands = {name: self._operand(name, x) for name, x in task.operands.items()}
         self.terms: list[Term] = []
         compute = self._backward if task.replays else self._forward
         results = compute(careful=False) or compute(careful=True)
@@ -152,6 +153,10 @@ class Direct:
                     target += summed_to(part, target.shape, target.dtype)
                 elif not np.may_share_memory(part, target):
                     target[...] = part.reshape(target.shape)
+
+    def _operand(self, name: str, array: ndarray) -> ndarray:
+        part = self.take(name, array).astype(self.dtype, copy=False)
+        return part if name.endswith("bias") or is_for_blas(part) else part.copy()
 
     def take(self, name: str, array: ndarray) -> ndarray:
         """Return the part of an array, whose leading axes may be 1, that belongs to the batch."""
@@ -178,7 +183,7 @@ class Direct:
         elif source.shape[:-2] != self.heads:
             source = np.broadcast_to(source, (*self.heads, *source.shape[-2:]))
         rows = source.reshape(*self.lead, self.rows, source.shape[-1])
-        return rows if rows.strides[-2] >= rows.itemsize * rows.shape[-1] else np.ascontiguousarray(rows)
+        return rows if is_for_blas(rows) else rows.copy()
 
     def products(self, out: str, keys: str, rows: ndarray) -> ndarray:
         """Return k or v times rows of q or do, (..., keys, rows)."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from cuattn.cpu.arithmetic import WINDOW, add_bias, longest_of, transposed
+from cuattn.cpu.arithmetic import WINDOW, add_bias, is_for_blas, longest_of, transposed
 from cuattn.cpu.blocks import HeadGroup, choose, head_groups
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.score import Scores, Stretch, Values
@@ -279,11 +279,6 @@ class Walk:
 def reads_in_place(problem: Problem, operands: Arrays, keys: int) -> bool:
     """Whether products read keys and values in blocks of `keys` as they are, to the same bits as a copy of them."""
     return not problem.n_keys % keys and all(
-        x.dtype == problem.stat_dtype
-        and x.flags.aligned
-        and x.shape[-1] > 1
-        and x.strides[-1] == x.itemsize
-        and x.strides[-2] >= x.shape[-1] * x.itemsize
-        and not x.strides[-2] % x.itemsize
+        x.dtype == problem.stat_dtype and x.shape[-1] > 1 and is_for_blas(x)
         for x in (operands[name] for name in ("k", "v", "tk", "tv") if name in operands)
     )

@@ -100,3 +100,27 @@ def test_large_scores_of_rows_in_reverse_beside_empty_ones(n_keys):
     dv = cuattn.backward(do, q, k, v, fwd, bias=bias).dv
     np.testing.assert_array_equal(dv[:, 0], 13)
     np.testing.assert_array_equal(dv[:, 1:], 0)
+
+
+def in_reverse(x):
+    return x[..., ::-1, :].copy()[..., ::-1, :]
+
+
+def unaligned(x):
+    held = np.empty(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    held[...] = x
+    return held
+
+
+@pytest.mark.parametrize("view", [in_reverse, unaligned])
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+def test_arrays_that_blas_does_not_read_in_place_give_its_bits(view, name):
+    operands = dict(zip(("q", "k", "v"), arrays(2, 14, 192, n_keys=70), strict=True))
+    operands["do"] = normal(np.random.default_rng(1), operands["q"].shape, FLOAT32)
+    seen = operands | {name: view(operands[name])}
+    found, expected = [], []
+    for results, (q, k, v, do) in ((expected, operands.values()), (found, seen.values())):
+        fwd = cuattn.forward(q, k, v)
+        results += [*fwd[:3], *cuattn.backward(do, q, k, v, fwd)[:3]]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
