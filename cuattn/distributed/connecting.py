@@ -47,10 +47,10 @@ def connect(group: Any = None, /, *, device: int | None = None, timeout: float =
     ...     comm.rank, comm.size
     (0, 1)
     """
+    if device is not None:
+        load_cupy("device").cuda.Device(device).use()
     if group is None and (found := threads.current()) is not None:
         found.timeout = timeout
-        if device is not None:
-            load_cupy("device").cuda.Device(device).use()
         return found
     if group is None:
         if mpi.launched() is None:

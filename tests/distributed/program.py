@@ -22,7 +22,7 @@ def numbers(*shape):
     return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
-def calls(comm):
+def calls(comm, put=np.asarray, get=np.asarray):
     """Compute a problem in each way; the results are those of one device, with the same bits in l's dropout."""
     n = 112
     q, k, v, do = numbers(4, 2, n, 16)
@@ -33,9 +33,32 @@ def calls(comm):
     case = Case(q, k, v, do, None, options)
     for algorithm in (None, "ring", "gather", "combine"):
         for layout in (Layout.zigzag(n, comm.size), Layout.balanced(mask, comm.size, unit=16)):
-            own, made = run(comm, case, layout, Layout.contiguous(n, comm.size), algorithm)
+            own, made = run(comm, case, layout, Layout.contiguous(n, comm.size), algorithm, put, get)
             for one, other in zip((*own[:3], *made[:3]), (*fwd[:3], *grads[:3]), strict=True):
                 np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def calls_on_gpus(comm):
+    """Compute the same on a GPU for each rank, messages by NCCL; what does not arrive in time is then an error."""
+    import cupy
+
+    assert comm.sm_margin > 0, "no NCCL"
+    calls(comm, cupy.asarray, cupy.asnumpy)
+    if not hasattr(comm, "_nccl"):
+        return
+    comm._nccl._timeout = 0.5
+    if comm.rank == 0:
+        comm.exchange([], [(1, cupy.zeros(1 << 20))])  # which nobody sends
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            try:
+                comm.check()
+            except DistributedError as error:
+                assert "did not finish within 0.5 s" in str(error), error
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError("no error")
 
 
 def disagree(comm):
@@ -172,6 +195,8 @@ def raises(comm):
 if __name__ == "__main__":
     if sys.argv[1] == "connecting":
         connecting()
+    if sys.argv[1].endswith("_on_gpus"):
+        import cupy  # noqa: F401  so that ranks take GPUs
     with connect(timeout=1.0 if sys.argv[1].startswith("late") else 30.0) as comm:
         globals()[sys.argv[1]](comm)
         print(f"rank {comm.rank} of {comm.size} done", flush=True)

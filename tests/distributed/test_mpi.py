@@ -34,6 +34,28 @@ def test_calls(ranks):
     assert output.count("done") == ranks
 
 
+def needs_gpus(count):
+    """Skip where there are fewer GPUs, or no NCCL."""
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < count or not cupy.cuda.nccl.available:
+        pytest.skip(f"needs {count} GPUs and NCCL")
+
+
+@pytest.mark.gpu
+def test_calls_over_nccl():
+    needs_gpus(2)
+    status, output, _ = launch(2, "calls_on_gpus")
+    assert status == 0, output
+    assert output.count("done") == 2
+
+
+@pytest.mark.gpu
+def test_a_process_group_of_nccl():
+    needs_gpus(2)
+    of_torch("calls_on_gpus", backend="cpu:gloo,cuda:nccl")
+
+
 def test_disagreement():
     status, output, _ = launch(3, "disagree")
     assert status == 0, output
@@ -73,8 +95,8 @@ def test_alone_mpi_is_not_imported():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def of_torch(what, statuses=(0, 0)):
-    """Run a program on two ranks of a process group of PyTorch, over gloo; return their output."""
+def of_torch(what, statuses=(0, 0), backend="gloo"):
+    """Run a program on two ranks of a process group of PyTorch; return their output."""
     torch = pytest.importorskip("torch")
     if not torch.distributed.is_available():
         pytest.skip("without torch.distributed")
@@ -82,9 +104,13 @@ def of_torch(what, statuses=(0, 0)):
 import os, sys, time, torch, numpy as np
 from cuattn import distributed
 from tests.distributed import program
-torch.distributed.init_process_group("gloo", init_method=f"file://{{sys.argv[1]}}", rank=int(sys.argv[2]), world_size=2)
-comm = distributed.connect(torch.distributed.group.WORLD, timeout={1.0 if what else 30.0})
-program.{what or "calls"}(comm)
+rank, gpus = int(sys.argv[2]), {"nccl" in backend}
+if gpus:
+    torch.cuda.set_device(rank)
+torch.distributed.init_process_group("{backend}", init_method=f"file://{{sys.argv[1]}}", rank=rank, world_size=2)
+timeout = {30.0 if what.startswith("calls") else 1.0}
+comm = distributed.connect(torch.distributed.group.WORLD, device=rank if gpus else None, timeout=timeout)
+program.{what}(comm)
 torch.distributed.destroy_process_group()
 """
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +121,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_a_process_group_of_torch():
-    of_torch("")
+    of_torch("calls")
 
 
 def test_a_process_group_of_torch_has_deadlines():
