@@ -438,14 +438,19 @@ def _all_masks(call: Call, views: dict[str, Any]) -> tuple:
 def _fold(call: Call, views: dict[str, Any]) -> None:
     """Turn the band of a part that is made of several pieces into a mask of its own rows and keys."""
     rows, keys = (views[name].shape[-2] if views[name].ndim > 1 else 0 for name in "qk")
-    options, origin = call.options, call.origin
-    band = check_band(options.is_causal, options.window, rows, keys, sharded=True)
-    if band is not None:
-        offset = whole_offset(origin) if band.bottom_right else 0
-        mask = _band_mask(
-            pieces("row", origin.row, rows), pieces("key", origin.key, keys), band.left, band.right, offset
-        )
+    options = call.options
+    mask = band_mask(options.is_causal, options.window, call.origin, rows, keys)
+    if mask is not None:
         call.options, call.masks = options._replace(is_causal=False, window=None), (*call.masks, mask)
+
+
+def band_mask(is_causal: Any, window: Any, origin: Origin, rows: int, keys: int) -> Mask | None:
+    """Return what causality and a window leave visible of a part of so many rows and keys; None where it is all."""
+    band = check_band(is_causal, window, rows, keys, sharded=True)
+    if band is None:
+        return None
+    offset = whole_offset(origin) if band.bottom_right else 0
+    return _band_mask(pieces("row", origin.row, rows), pieces("key", origin.key, keys), band.left, band.right, offset)
 
 
 _joined = lru_cache(maxsize=32)(lambda one, other: one.joined(other))  # masks hold tables

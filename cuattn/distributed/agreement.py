@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,32 +28,68 @@ def agreed(comm: Comm, check: Callable[[], T]) -> T:
     return found  # type: ignore[return-value]
 
 
-def same(comm: Comm, state: Callable[[], tuple[Mapping[str, Any], T]]) -> list[T]:
-    """Return what every rank brings, by rank, after a check that they call the same.
+class Stated(NamedTuple):
+    """What a rank says of a call.
+
+    Attributes
+    ----------
+    digest : bytes
+        Of what has to be equal everywhere.
+    brought : object
+        What only this rank knows.
+    expected : bytes
+        Digest of what all ranks bring when the call is one that this rank has found in order; empty if it has not.
+    """
+
+    digest: bytes
+    brought: Any
+    expected: bytes = b""
+
+
+def same(
+    comm: Comm, state: Callable[[], Stated], facts: Callable[[], Mapping[str, Any]]
+) -> tuple[list[Any], bytes, bool]:
+    """Return what all ranks bring, after a check that they call the same.
 
     Parameters
     ----------
     comm : Comm
     state : callable
-        Returns what has to be equal everywhere, by name, and what this rank brings.
+        Returns what this rank says.
+    facts : callable
+        Returns what has to be equal everywhere, by name.
+
+    Returns
+    -------
+    everyone : list
+        What each rank brings.
+    digest : bytes
+        Of that.
+    known : bool
+        Whether all ranks have found this very call in order before.
 
     Raises
     ------
     DistributedError
         Something differs; it has each rank's value.
     """
-    found, error = _tried(state)
-    facts, brought = found or ({}, None)
-    texts = {name: described(value) for name, value in facts.items()}
-    digest = hashlib.blake2b(repr(sorted(texts.items())).encode()).digest()
-    everywhere = comm.allgather((_told(error), digest, brought))
-    _raise_all(comm, [told for told, _, _ in everywhere], error)
-    if len({digest for _, digest, _ in everywhere}) > 1:
-        given = comm.allgather(texts)
+    said, error = _tried(state)
+    everywhere = comm.allgather((_told(error), said))
+    _raise_all(comm, [told for told, _ in everywhere], error)
+    stated = [one for _, one in everywhere]
+    if len({one.digest for one in stated}) > 1:
+        given = comm.allgather({name: described(value) for name, value in facts().items()})
         name = next(name for name in given[0] if len({texts.get(name) for texts in given}) > 1)
         values = {rank: texts.get(name, "-") for rank, texts in enumerate(given)}
         raise DistributedError(f"{name} differs between ranks; expected one value", values)
-    return [brought for _, _, brought in everywhere]
+    everyone = [one.brought for one in stated]
+    digest = digest_of(everyone)
+    return everyone, digest, all(one.expected == digest for one in stated)
+
+
+def digest_of(value: Any) -> bytes:
+    """Return a digest of what has the same repr on all ranks."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
 
 
 def _tried(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -84,6 +120,8 @@ def described(value: Any) -> str:
     >>> described(0.5), described((None, 3))
     ('0.5', '(None, 3)')
     """
+    if value is None or type(value) in (bool, float):
+        return repr(value)
     if isinstance(value, Mask):
         return _of_mask(value)
     if isinstance(value, (tuple, list)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,10 @@ def common(these: Runs, those: Runs) -> Runs:
     return merged(found)
 
 
-def local(whole: Runs, part: Runs) -> list[slice]:
+@lru_cache(maxsize=256)  # asked for in every call
+def local(whole: Runs, part: Runs) -> tuple[slice, ...]:
     """Return where runs that are part of others lie in an array that holds these."""
-    return [slice(start, stop) for start, stop in kept_before(np.reshape(part, (-1, 2)), whole).tolist()]
+    return tuple([slice(start, stop) for start, stop in kept_before(np.reshape(part, (-1, 2)), whole).tolist()])
 
 
 def part(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
@@ -55,7 +57,7 @@ def part(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
     if runs == whole:
         return array
     index, pieces = [slice(None)] * array.ndim, []
-    for index[axis] in local(whole, runs) or [slice(0, 0)]:
+    for index[axis] in local(whole, runs) or (slice(0, 0),):
         pieces.append(array[tuple(index)])
     return pieces[0] if len(pieces) == 1 else namespace(array).concatenate(pieces, axis)
 

@@ -112,16 +112,21 @@ class Alone(Closing):
         """Do nothing: nobody waits."""
 
 
+_AWAKE = 2e-4  # seconds that a wait gives its core to others only if there are any, as a pause is never that short
+
+
 class Deadline:
     """A time by which something has to happen; waiting for it sleeps at most a millisecond at a time."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._end, self._pause = seconds, time.monotonic() + seconds, 0.0
+        self._seconds, self._begin, self._pause = seconds, time.monotonic(), 0.0
 
     def wait(self, happened: Callable[[], Any], what: Callable[[], Mapping[int, str]]) -> None:
         """Poll until something happened; at the deadline raise what is known of ranks."""
         while not happened():
-            if time.monotonic() > self._end:
+            waited = time.monotonic() - self._begin
+            if waited > self._seconds:
                 raise DistributedError(f"no answer within {self._seconds:g} s", what())
             time.sleep(self._pause)
-            self._pause = min(self._pause + 2e-5, 1e-3)
+            if waited > _AWAKE:
+                self._pause = min(self._pause + 2e-5, 1e-3)

@@ -12,6 +12,7 @@ from cuattn.distributed.comm import Comm, Messages
 from cuattn.masks.device import load_cupy
 
 _streams = threading.local()
+_FIRST = -5  # the priority that goes before all others; of a GPU that has fewer it is its first
 
 
 def start(comm: Comm, sends: Messages, recvs: Messages) -> Callable[[], None]:
@@ -29,6 +30,8 @@ def start(comm: Comm, sends: Messages, recvs: Messages) -> Callable[[], None]:
     cuda = load_cupy("array").cuda
     current, side = cuda.get_current_stream(), _side(cuda, device.id)
     side.wait_event(current.record())
+    # What is computed next fills the GPU: messages that are kernels begin before it, as their stream goes first.
+    current.wait_event(side.record())
     comm.exchange(sends, recvs, stream=side)
     arrived, held = side.record(), (sends, recvs)
 
@@ -44,5 +47,5 @@ def _side(cuda: Any, device: int) -> Any:
     """Return this thread's stream for messages of a GPU, the current one."""
     known = vars(_streams).setdefault("by_device", {})
     if device not in known:
-        known[device] = cuda.Stream(non_blocking=True)
+        known[device] = cuda.Stream(non_blocking=True, priority=_FIRST)
     return known[device]

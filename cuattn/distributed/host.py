@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import queue
 import threading
@@ -15,8 +16,17 @@ from cuattn.distributed.arrays import gathered
 from cuattn.distributed.comm import LOG, TIMEOUT, Closing, DistributedError, Messages
 from cuattn.masks.device import load_cupy
 
+_HEAD, _SHORT = 8, 1016
+"""Bytes of an object's length, and those of it that travel beside it."""
+
 NCCL_BLOCKS = 16
 """Thread blocks that NCCL has at work on messages between two GPUs, about."""
+
+
+def load_nccl() -> Any:
+    """Return CuPy's NCCL, a module that CuPy itself does not import; its `available` says whether it can be used."""
+    load_cupy("array")
+    return importlib.import_module("cupy.cuda.nccl")
 
 
 def on_gpu(messages: Iterable[tuple[int, Any]]) -> bool:
@@ -87,10 +97,19 @@ class Process(Closing):
         raise NotImplementedError
 
     def allgather(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks, by rank: by messages, so that it is known who does not answer."""
-        mine = np.frombuffer(bytearray(pickle.dumps(obj)), np.uint8)
-        sizes = gathered(self, np.array([mine.size]), [(1,)] * self.size)
-        return [pickle.loads(each.tobytes()) for each in gathered(self, mine, [(int(size[0]),) for size in sizes])]
+        """Return the objects of all ranks, by rank: by messages, so that it is known who does not answer.
+
+        A message of a fixed size has an object's length and, if it is short, the object itself.
+        """
+        content = np.frombuffer(pickle.dumps(obj), np.uint8)
+        rest, mine = content[_SHORT:], np.zeros(_HEAD + _SHORT, np.uint8)
+        mine[:_HEAD].view(np.int64)[0] = content.size
+        mine[_HEAD:][: content.size] = content[:_SHORT]
+        heads = gathered(self, mine, [mine.shape] * self.size)
+        sizes = [int(head[:_HEAD].view(np.int64)[0]) for head in heads]
+        rests = gathered(self, rest, [(max(size - _SHORT, 0),) for size in sizes])
+        parts = zip(sizes, heads, rests, strict=True)
+        return [pickle.loads(head[_HEAD:][:size].tobytes() + rest.tobytes()) for size, head, rest in parts]
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
@@ -104,7 +123,7 @@ class Process(Closing):
             if device is not None:
                 LOG.info("no NCCL: ranks without a GPU of their own; messages of GPUs go through host memory")
             return
-        nccl = load_cupy("device").cuda.nccl
+        nccl = load_nccl()
         key = self.allgather(nccl.get_unique_id() if self.rank == 0 else None)[0]
         self._nccl = Nccl(nccl.NcclCommunicator(self.size, key, self.rank), self.timeout)
 
@@ -119,7 +138,7 @@ def _identity(device: int) -> str | None:
     """Make a GPU the current one; return what tells it from all others, or None where there is no NCCL."""
     cupy = load_cupy("device")
     cupy.cuda.Device(device).use()
-    if not getattr(cupy.cuda.nccl, "available", False):
+    if not load_nccl().available:
         return None
     return bytes(cupy.cuda.runtime.getDeviceProperties(device)["uuid"]).hex()
 
@@ -146,17 +165,17 @@ class Nccl:
 
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Enqueue messages."""
-        cuda = load_cupy("array").cuda
+        cuda, nccl = load_cupy("array").cuda, load_nccl()
         stream, done = stream or cuda.get_current_stream(), cuda.Event(disable_timing=True)
         enqueued = threading.Event()  # which waits for peers, too, when they first meet
         self._pending.put((enqueued, done, cuda.Device(), time.monotonic() + self._timeout))
-        cuda.nccl.groupStart()
+        nccl.groupStart()
         try:
             for call, messages in ((self._nccl.send, sends), (self._nccl.recv, recvs)):
                 for peer, array in messages:
-                    call(array.data.ptr, array.nbytes, cuda.nccl.NCCL_UINT8, peer, stream.ptr)
+                    call(array.data.ptr, array.nbytes, nccl.NCCL_UINT8, peer, stream.ptr)
         finally:
-            cuda.nccl.groupEnd()
+            nccl.groupEnd()
         done.record(stream)
         enqueued.set()
 

@@ -10,7 +10,7 @@ from cuattn import dispatch, masks
 from cuattn.distributed.arrays import part
 from cuattn.masks.base import Mask
 from cuattn.masks.constructors import kept_band
-from cuattn.masks.runs import Runs
+from cuattn.masks.runs import Runs, length_of
 from cuattn.problem import Origin, check_band
 from cuattn.rng import RNGState
 
@@ -42,12 +42,26 @@ class Whole:
     mask: Any = None
     state: RNGState | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    _parts: dict[tuple[Runs, Runs], dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
 
     def part(self, rows: Runs, keys: Runs) -> dict[str, Any]:
         """Return the keyword arguments of a part that consists of some rows and keys."""
+        if (rows, keys) not in self._parts:
+            self._parts[rows, keys] = self._part(rows, keys)
+        return self._parts[rows, keys]
+
+    def _part(self, rows: Runs, keys: Runs) -> dict[str, Any]:
         lengths = {"n_queries": self.n_queries, "n_keys": self.n_keys}
         origin = replace(self.origin, row=_starts(rows), key=_starts(keys), **lengths)
-        return {**self.options, "mask": self._cut(rows, keys), "origin": origin}
+        found = {**self.options, "mask": self._cut(rows, keys), "origin": origin}
+        mask, by_index = found["mask"], self.state is not None or found["score"] is not None
+        if origin.has_runs and not by_index and (mask is None or isinstance(mask, Mask)):
+            # A mask says all, and its calls are found at once.
+            band = dispatch.band_mask(found["is_causal"], found["window"], origin, length_of(rows), length_of(keys))
+            every = [each for each in (mask, band) if each is not None]
+            whole = _every(*every) if len(every) > 1 else next(iter(every), None)
+            found |= {"mask": whole, "is_causal": False, "window": None, "origin": None}
+        return found
 
     def bias(self, arrays: dict[str, Any], keys: Runs) -> Any:
         """Return what the bias among a rank's arrays, one of its rows or one without rows, has for some keys."""
@@ -93,6 +107,9 @@ class Whole:
 @lru_cache(maxsize=256)  # kept, since a mask holds tables on a GPU
 def _restricted(mask: Mask, n_queries: int, n_keys: int, rows: Runs, keys: Runs) -> Mask:
     return mask.bind(n_queries, n_keys).restrict(rows, keys)
+
+
+_every = lru_cache(maxsize=64)(lambda *parts: masks.AllOf(parts))  # likewise
 
 
 def _starts(runs: Runs) -> int | tuple[tuple[int, int], ...]:

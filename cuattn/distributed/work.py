@@ -53,9 +53,16 @@ class Work:
         # Tiles of keys that some row of each rank sees, and tiles of rows that see some key of each.
         self._seen = {"key": (by_row > 0) @ seen > 0, "row": (by_key > 0) @ seen.T > 0}
         self._counts = dict(zip(("row", "key"), counts, strict=True))
+        self._needed: dict[tuple[str, int, int], Runs] = {}
 
     def needed(self, axis: str, rank: int, source: int) -> Runs:
         """Return the keys that a rank's rows need of another's (axis "key"), or the rows that need a rank's keys."""
+        what = axis, rank, source
+        if what not in self._needed:
+            self._needed[what] = self._found(*what)
+        return self._needed[what]
+
+    def _found(self, axis: str, rank: int, source: int) -> Runs:
         tiles, size = np.flatnonzero(np.diff(self._seen[axis][rank], prepend=False, append=False)), self._tile[axis]
         edges = np.minimum(tiles * size, self.layouts[axis].n).reshape(-1, 2)
         return common(merged(edges.tolist()), self.layouts[axis].rows(source))

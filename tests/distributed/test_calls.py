@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn import distributed, masks
-from cuattn.distributed import Layout, connect, spawn
+from cuattn.distributed import DistributedError, Layout, connect, spawn
 from cuattn.errors import ArgumentError
 from tests.distributed.layouts import layouts, run
-from tests.strategies import cases
+from tests.strategies import cases, normal
 from tests.test_api import check
 from tests.tolerances import assert_same
 
@@ -180,3 +180,36 @@ def test_torch_tensors_come_back():
     whole = spawn(work, ranks=2)[0]
     assert isinstance(whole, torch.Tensor) and whole.dtype == torch.bfloat16
     assert torch.allclose(whole.float(), cuattn.attention(x, x, x).float(), atol=2e-2)
+
+
+def test_calls_that_were_in_order_are_checked_once_and_agreed_on_in_one_message(monkeypatch):
+    """And what differs then, between ranks or from before, is told as it is at first."""
+    from cuattn import dispatch
+    from cuattn.distributed import request
+
+    checked, plain = [], dispatch.check_call
+    monkeypatch.setattr(dispatch, "check_call", lambda call: checked.append(call) or plain(call))
+    request._memo.cache_clear()
+    x = normal(np.random.default_rng(0), (2, 32, 8), np.dtype(np.float32))
+
+    def work(comm):
+        sizes = []
+        gather = comm.allgather
+        comm.allgather = lambda obj: sizes.append(obj) or gather(obj)
+        found = [distributed.attention(x, x, x, comm=comm, is_causal=True) for _ in range(3)]
+        counts = [len(sizes)]
+        shorter = x[:, : 32 - 16 * comm.rank]  # of which rank 0 thinks that it is the call before
+        found.append(distributed.attention(shorter, shorter, shorter, comm=comm, is_causal=True))
+        counts.append(len(sizes))
+        with pytest.raises(DistributedError, match="scale differs"):
+            distributed.attention(x, x, x, comm=comm, is_causal=True, scale=None if comm.rank else 0.5)
+        return found, counts
+
+    for rank, (found, counts) in enumerate(spawn(work, ranks=2)):
+        assert counts == [4, 6]  # two of the first call, one of each that is the same, two of the shorter
+        for o in found[1:3]:
+            np.testing.assert_array_equal(o, found[0])
+        both = np.concatenate([x, x[:, :16]], 1)
+        whole = cuattn.attention(both, both, both, is_causal=True)
+        np.testing.assert_allclose(found[3], whole[:, 32:] if rank else whole[:, :32], atol=1e-5)
+    assert len(checked) == 4

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cuattn.distributed import DistributedError, connect, mpi
+from cuattn.distributed.host import load_nccl
 
 ROOT = Path(__file__).resolve().parents[2]
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -38,7 +39,7 @@ def needs_gpus(count):
     """Skip where there are fewer GPUs, or no NCCL."""
     import cupy
 
-    if cupy.cuda.runtime.getDeviceCount() < count or not cupy.cuda.nccl.available:
+    if cupy.cuda.runtime.getDeviceCount() < count or not load_nccl().available:
         pytest.skip(f"needs {count} GPUs and NCCL")
 
 

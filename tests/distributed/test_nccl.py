@@ -58,8 +58,9 @@ def fake(monkeypatch):
         groupEnd=lambda: nccl.calls.append(("end",)),
     )
     stream = SimpleNamespace(ptr=7)
-    cuda = SimpleNamespace(nccl=library, Event=events, Device=contextlib.nullcontext, get_current_stream=lambda: stream)
+    cuda = SimpleNamespace(Event=events, Device=contextlib.nullcontext, get_current_stream=lambda: stream)
     monkeypatch.setattr(host, "load_cupy", lambda name: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(host, "load_nccl", lambda: library)
     return SimpleNamespace(nccl=nccl, events=events)
 
 
