@@ -520,6 +520,23 @@ def merge(parts: dict[str, Any], names: tuple[str, ...], out: Any) -> list[Any]:
         return outputs.fill(results)
 
 
+def merge_into(total: Sequence[Any], part: Sequence[Any]) -> None:
+    """Replace (o, l, m) by what they and a part's are together: NumPy or CuPy arrays, C-contiguous, of equal dtypes."""
+    parts = {
+        f"{name} of {whose}": x for whose, one in enumerate((total, part)) for name, x in zip("olm", one, strict=True)
+    }
+    views, origin = interop.to_backend(parts)
+    backend = _backend_of(origin, None)
+    if origin.backend == "cpu":
+        for target, found in zip(total, backend.merge([list(total), list(part)]), strict=True):
+            target[...] = found
+        return
+    (o, l, _), addresses = total, [array.data.ptr for array in views.values()]
+    sequence = backend.merge_sequence(origin.device, 2, o.shape, o.dtype, l.dtype)
+    # Each element is written behind all reads of what it is made of, by the warp that has read it.
+    sequence.run(lambda *_: (list(total), [*addresses[:3], 0], None), origin.stream(), addresses)
+
+
 def _backend_of(origin: interop.ArrayOrigin, kernel: str | None) -> ModuleType:
     """Return the module that computes where the arrays are."""
     from cuattn import cpu
