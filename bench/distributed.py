@@ -6,8 +6,9 @@
     python -m bench.distributed --simulate 2 8 64      # what more GPUs would do, by the plan's model
     python -m bench.distributed --device cpu --tiny    # a toy
 
-A row's time is that of the slowest rank, from a barrier to the end of its work; its efficiency is one GPU's time on the
-same problem over that of all, times their number.  Beside it stands what the model predicts from this run's rates: the
+A row's time is that of the slowest rank, from a barrier to the end of its work, over the number of calls: some in a row,
+as a program makes them, that take 50 ms together.  Its efficiency is one GPU's time on the same problem, measured so,
+over that of all, times their number; the GPU is the slowest of them.  Beside it stands what the model predicts from this run's rates: the
 kernel's on one GPU, and the link's, with a message of 256 MB.  Its memory is what the rank with most of it has beyond
 operands, results and the workspace of one local call, also as a share of what is allowed: two pairs of (k, v) and a
 float32 o, in the backward two float32 pairs of (dk, dv) more.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import statistics
 import time
@@ -48,6 +50,7 @@ TINY = {512: ((4, 4), (4, 2))}
 MASKS = ("full", "causal", "causal_document", "document", "window")
 MESSAGE = 256 << 20
 LONG = 1 << 19  # from here on one call is timed, without peers
+_TOGETHER = 0.05  # seconds that calls of a sample take, at least
 
 
 class Case(NamedTuple):
@@ -173,21 +176,24 @@ def arrays(case: Case, device: str, rows: Layout | None = None, rank: int = 0) -
 
 
 def samples(call: Any, comm: Any, device: str, seconds: float, n: int) -> list[float]:
-    """Return the seconds of calls that begin together, of the slowest rank."""
+    """Return the seconds of a call, of the slowest rank, in samples of several calls that begin together."""
     xp, found = harness.namespace(device), []
 
-    def once() -> float:
+    def several(count: int) -> float:
         harness.synchronize(xp)
         comm.barrier()
         begin = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         harness.synchronize(xp)
-        return max(comm.allgather(time.perf_counter() - begin))
+        return max(comm.allgather(time.perf_counter() - begin)) / count
 
     agreed(comm, call)  # compiles; what fails on one rank does on all
-    first = once() if n < LONG else 1.0
-    for _ in range(1 if n >= LONG else int(np.clip(seconds / max(first, 1e-6), 3, 20))):
-        found.append(once())
+    if n >= LONG:
+        return [several(1)]
+    calls = max(1, math.ceil(_TOGETHER / several(1)))
+    for _ in range(int(np.clip(seconds / max(several(calls) * calls, 1e-6), 3, 20))):
+        found.append(several(calls))
     return found
 
 
@@ -235,16 +241,15 @@ def allowed(case: Case, layout: Layout, item: int) -> int:
 
 
 def alone(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
-    """Time a case on the first rank's device; the others wait."""
-    if comm.rank:
-        return []
+    """Time a case on each rank's device, all at once as they are in the case over ranks; return the slowest's."""
     q, k, v, do = arrays(case, device)
     options, exact = case.options(), {"deterministic": True} if case.exact else {}
     first = {"rng": 1} if case.dropout else {}
     call = functools.partial(cuattn.forward, q, k, v, **options, **first)
     if case.direction == "backward":
         call = functools.partial(cuattn.backward, do, q, k, v, call(), **options, **exact)
-    return samples(call, Alone(), device, seconds, case.n)
+    every = comm.allgather(samples(call, Alone(), device, seconds, case.n))
+    return max(every, key=statistics.median)
 
 
 def beside(comm: Any, name: str, case: Case, device: str, seconds: float) -> list[float]:
@@ -372,6 +377,7 @@ def main() -> None:
         import torch
 
         local = int(os.environ.get("LOCAL_RANK", "0"))
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # messages begin before what fills the GPU
         if arguments.device == "cuda":
             torch.cuda.set_device(local)
             harness.namespace("cuda").cuda.Device(local).use()

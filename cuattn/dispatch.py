@@ -537,6 +537,27 @@ def merge_into(total: Sequence[Any], part: Sequence[Any]) -> None:
     sequence.run(lambda *_: (list(total), [*addresses[:3], 0], None), origin.stream(), addresses)
 
 
+def add(out: Any, *terms: Any) -> None:
+    """Round an array, or the sum of two, to `out`, which may be one of them.
+
+    Parameters
+    ----------
+    out : array
+        NumPy's, or CuPy's on the current device.
+    *terms : array
+        One or two of one dtype, of the same kind and shape as `out`.
+    """
+    if not isinstance(out, np.ndarray):
+        from cuattn import cuda
+
+        sequence = cuda.add_sequence(out, *terms)
+        if sequence is not None:
+            addresses = [array.data.ptr for array in (out, *terms)]
+            sequence.run(lambda *_: ([], [0], None), sys.modules["cupy"].cuda.get_current_stream(), addresses)
+            return
+    out[...] = terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
 def _backend_of(origin: interop.ArrayOrigin, kernel: str | None) -> ModuleType:
     """Return the module that computes where the arrays are."""
     from cuattn import cpu

@@ -109,6 +109,11 @@ SUM_PARAMS = np.dtype(
     align=True,
 )
 
+ADD_PARAMS = np.dtype(
+    [*_all(np.uint64, "a b out"), *_all(np.int64, "a_row b_row out_row rows packs")],
+    align=True,
+)
+
 MERGE_PARAMS = np.dtype(
     [
         *_all(np.uint64, "o l m", MAX_PARTS),

@@ -316,13 +316,11 @@ def _gradients(request: Request) -> dict[str, Any]:
     walk, heads = _walk(request, BackwardWalk)
     operands = {name: request.arrays[name] for name in ("q", "k", "v", "bias", "key_bias") if name in request.arrays}
     operands |= {f"score{index}": array for index, array in request.learned.items()}
-    local = {name: walk.arrays.get(name, array) for name, array in operands.items()}
-    totals = {
-        n: walk.totals.get(n) if n in walk.totals else walk.xp.zeros(x.shape, walk.sums) for n, x in local.items()
-    }
+    # What is not added up is rounded at once, also if it travels.
+    ready = ("q", "k", "v", *["bias"] * (heads.inner == 1))
+    dtypes = {name: request.made[f"d{name}"][1] if name in ready else walk.sums for name in operands}
+    totals = {name: walk.total(name, walk.arrays.get(name, x), dtypes[name]) for name, x in operands.items()}
     shared = {name: totals.pop(name) for name in operands if name == "key_bias" or name.startswith("score")}
-    if heads.inner > 1:  # what is not added up is rounded before it travels
-        totals |= {name: totals[name].astype(request.made[f"d{name}"][1], copy=False) for name in ("q", "k", "v")}
     found = {f"d{name}": total for name, total in heads.collect(totals, operands).items()}
     for name, total in shared.items():
         part = total

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn import interop
+from cuattn import dispatch, interop
 from cuattn.distributed import flight
 from cuattn.distributed.comm import Comm
 from cuattn.masks.device import namespace
@@ -56,10 +56,26 @@ def part(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
     """Return some runs of an array that holds those of `whole`: a view where they are neighbours, else a copy."""
     if runs == whole:
         return array
-    index, pieces = [slice(None)] * array.ndim, []
-    for index[axis] in local(whole, runs) or (slice(0, 0),):
-        pieces.append(array[tuple(index)])
-    return pieces[0] if len(pieces) == 1 else namespace(array).concatenate(pieces, axis)
+    places = local(whole, runs) or (slice(0, 0),)
+    if len(places) == 1:
+        return array[_at(array, axis, places[0])]
+    out = _like(array, axis, runs)
+    for source, target in zip(places, local(runs, runs), strict=True):
+        dispatch.add(out[_at(out, axis, target)], array[_at(array, axis, source)])
+    return out
+
+
+def _at(array: Any, axis: int, place: slice) -> tuple[slice, ...]:
+    index = [slice(None)] * array.ndim
+    index[axis] = place
+    return tuple(index)
+
+
+def _like(array: Any, axis: int, runs: Runs) -> Any:
+    """Return room for some runs of an array like this one."""
+    shape = list(array.shape)
+    shape[axis] = length_of(runs)
+    return namespace(array).empty(shape, array.dtype)
 
 
 def taken(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
@@ -73,22 +89,23 @@ def joined(parts: Sequence[Any], runs: Sequence[Runs], axis: int) -> Any:
     if len(filled) == 1:
         return filled[0][0]
     whole = merged(run for _, mine in filled for run in mine)
-    shape = list(parts[0].shape)
-    shape[axis] = length_of(whole)
-    out = namespace(parts[0]).empty(shape, parts[0].dtype)
-    index = [slice(None)] * out.ndim
+    out = _like(parts[0], axis, whole)
     for part, mine in filled:
         for source, target in zip(local(mine, mine), local(whole, mine), strict=True):
-            index[axis] = source
-            piece = part[tuple(index)]
-            index[axis] = target
-            out[tuple(index)] = piece
+            dispatch.add(out[_at(out, axis, target)], part[_at(part, axis, source)])
     return out
 
 
 def contiguous(array: Any) -> Any:
     """Return the array itself if its elements follow each other in memory, else a copy."""
-    return array if array.flags.c_contiguous else array.copy(order="C")
+    return array if array.flags.c_contiguous else rounded(array, array.dtype)
+
+
+def rounded(array: Any, dtype: Any) -> Any:
+    """Return a contiguous copy of a dtype."""
+    out = namespace(array).empty(array.shape, dtype)
+    dispatch.add(out, array)
+    return out
 
 
 def gathered(comm: Comm, mine: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:

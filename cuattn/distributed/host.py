@@ -19,9 +19,6 @@ from cuattn.masks.device import load_cupy
 _HEAD, _SHORT = 8, 1016
 """Bytes of an object's length, and those of it that travel beside it."""
 
-NCCL_BLOCKS = 16
-"""Thread blocks that NCCL has at work on messages between two GPUs, about."""
-
 
 def load_nccl() -> Any:
     """Return CuPy's NCCL, a module that CuPy itself does not import; its `available` says whether it can be used."""
@@ -52,11 +49,6 @@ class Process(Closing):
     timeout = TIMEOUT
     _nccl: Nccl | None = None
     _broken: DistributedError | None = None
-
-    @property
-    def sm_margin(self) -> int:
-        """How many multiprocessors kernels that fill a GPU leave to messages under way: NCCL's are kernels, too."""
-        return 0 if self._nccl is None else NCCL_BLOCKS
 
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Send and receive, see :class:`cuattn.distributed.Comm`."""

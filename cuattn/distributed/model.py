@@ -92,7 +92,7 @@ class Size:
         if axis == "key":
             there, back = (d + dv) * b, (d + dv) * sums * self.backward
         else:
-            there, back = ((d + dv) * b + 3 * sums, d * sums) if self.backward else (d * b, (dv + 2) * sums)
+            there, back = ((d + 2 * dv) * b + 2 * sums, d * sums) if self.backward else (d * b, (dv + 2) * sums)
         heads = self.batch * (self.kv_heads if axis == "key" else self.heads)
         return float(heads * there), float(heads * back)
 

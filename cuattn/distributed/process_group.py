@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from cuattn.distributed.comm import DistributedError, Messages
-from cuattn.distributed.host import NCCL_BLOCKS, Process, as_bytes
+from cuattn.distributed.host import Process, as_bytes
 from cuattn.masks.device import load_cupy
 
 
@@ -21,11 +21,6 @@ class OfProcessGroup(Process):
         self.rank, self.size = group.rank(), group.size()
         self._backend = str(torch.distributed.get_backend(group))
         self._takes_gpus = "nccl" in self._backend
-
-    @property
-    def sm_margin(self) -> int:
-        """How many multiprocessors are left to messages under way."""
-        return NCCL_BLOCKS if self._takes_gpus else 0
 
     def _through_host(self, sends: Messages, recvs: Messages, stream: Any) -> None:
         if not self._takes_gpus:

@@ -14,7 +14,7 @@ import numpy as np
 
 from cuattn import api, dispatch, interop
 from cuattn.distributed.agreement import Stated, agreed, described, digest_of, same
-from cuattn.distributed.arrays import given_back
+from cuattn.distributed.arrays import given_back, rounded
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.model import ALGORITHMS, DistributedPlan, Size, least, options_of, planned, rates_of
@@ -306,7 +306,8 @@ class Request:
     def delivered(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Return results as the caller's kind of array, of the dtypes that they have to have."""
         made = self.made
-        arrays = [results[name].astype(dtype, copy=False) for name, (_, dtype) in made.items()]
+        found = [(results[name], dtype) for name, (_, dtype) in made.items()]
+        arrays = [array if array.dtype == dtype else rounded(array, dtype) for array, dtype in found]
         self._outputs.direct.clear()  # they are filled below
         if self.home.kind == "torch":
             arrays = given_back(self.home, arrays)

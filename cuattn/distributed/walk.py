@@ -18,7 +18,7 @@ import numpy as np
 
 from cuattn import dispatch
 from cuattn.api import gradients
-from cuattn.distributed.arrays import joined, local, merged, part, taken
+from cuattn.distributed.arrays import joined, local, merged, part, rounded, taken
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout
@@ -138,7 +138,7 @@ class Walk(ABC):
         """Take results for some of this rank's rows, or keys."""
 
     def _call(self, operation: Operation, arrays: Arrays, options: dict[str, Any]) -> tuple[dispatch.Call, list[Any]]:
-        """Compute a part; a GPU's kernels leave room for those that send and receive meanwhile."""
+        """Compute a part; a GPU's kernels leave `sm_margin` multiprocessors free, if the comm asks for some."""
         named = operation.given({**arrays, "mask": options["mask"]})
         given = {name: options[name] for name in Options._fields if name in options}
         settings = Options(**given, sm_margin=getattr(self.team.comm, "sm_margin", 0))
@@ -277,19 +277,36 @@ class ForwardWalk(Walk):
 
 
 class BackwardWalk(Walk):
-    """The backward; `totals` are sums of the gradients of parts, by the names of their operands."""
+    """The backward: sums of the gradients of parts, by the names of their operands.
+
+    Two parts of each are not added at once: a small one that comes first, since one may come that is whole, for the sum
+    to begin with; and the last one that is whole, so that the sum with it may be rounded as it is made.
+    """
 
     def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype) -> None:
         self.results = tuple(name for name in ("q", "k", "v", "bias") if name in arrays)
-        if team.axis == "row":  # D travels in place of o, as the gradient of lse
-            arrays = _without_o(arrays, sums)
         super().__init__(team, whole, arrays, sums)
-        self.totals: Arrays = {}
+        self._totals: Arrays = {}
+        self._early: dict[str, tuple[Any, dict[int, tuple[Runs, Runs]]]] = {}
+        self._late: Arrays = {}
+
+    def total(self, name: str, like: Any, dtype: Any) -> Any:
+        """Return the gradient of an operand, of its shape, rounded to a dtype."""
+        total, late = self._totals.get(name), self._late.get(name)
+        if name in self._early:
+            array, places = self._early[name]
+            total = self.xp.zeros(self.shapes[name], array.dtype)
+            self._add_part(total, array, places)
+        if total is None:
+            return self.xp.zeros(like.shape, dtype)
+        if late is None:
+            return total if total.dtype == dtype else rounded(total, dtype)
+        out = total if total.dtype == dtype else self.xp.empty(total.shape, dtype)
+        dispatch.add(out, total, late)
+        return out
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return the gradients of a part."""
-        if "o" not in arrays:
-            arrays = {**arrays, "o": self.xp.zeros(arrays["do"].shape, arrays["do"].dtype)}
         call, results = self._call(BACKWARD, {**arrays, "bias": bias}, {**options, "out_dtype": self.sums})
         found = gradients(call, results)
         name = "bias" if "bias" in self.arrays else "key_bias"
@@ -310,29 +327,34 @@ class BackwardWalk(Walk):
 
     def _add(self, name: str, array: Any, places: dict[int, tuple[Runs, Runs]]) -> None:
         """Add to a sum, of whose axes the array holds some runs."""
-        total = self.totals.get(name)
-        if total is None and all(whole == runs for whole, runs in places.values()):
-            self.totals[name] = array
+        total, early, late = (each.pop(name, None) for each in (self._totals, self._early, self._late))
+        is_whole = all(whole == runs for whole, runs in places.values())
+        if total is None and not is_whole and early is None:
+            self._early[name] = array, places
             return
-        if total is None:
-            total = self.totals[name] = self.xp.zeros(self.shapes[name], array.dtype)
+        if late is not None:
+            dispatch.add(total, total, late)
+        if total is not None and is_whole:
+            self._late[name] = array
+        elif total is not None or not is_whole:
+            total = self.xp.zeros(self.shapes[name], array.dtype) if total is None else total
+            self._add_part(total, array, places)
+        else:
+            total = array
+        if early is not None:
+            self._add_part(total, *early)
+        self._totals[name] = total
+
+    def _add_part(self, total: Any, array: Any, places: dict[int, tuple[Runs, Runs]]) -> None:
         pairs = [zip(local(whole, runs), local(runs, runs), strict=True) for whole, runs in places.values()]
         for chosen in itertools.product(*pairs):
             index, other = [slice(None)] * array.ndim, [slice(None)] * array.ndim
             for axis, (target, source) in zip(places, chosen, strict=True):
                 index[axis], other[axis] = target, source
-            total[tuple(index)] += array[tuple(other)]
+            target = total[tuple(index)]
+            dispatch.add(target, target, array[tuple(other)])
 
 
 def axis_of(name: str) -> int:
     """Return which axis of an array its rows or keys are."""
     return -1 if name in ("l", "m", "dlse") else -2
-
-
-def _without_o(arrays: Arrays, sums: np.dtype) -> Arrays:
-    """Return a backward's arrays with what it needs of o, D = sum(do * o), less dlse, in place of both."""
-    xp = namespace(arrays["q"])
-    delta = xp.multiply(arrays["do"], arrays["o"], dtype=sums).sum(-1)
-    delta = xp.where(arrays["l"] > 0, delta, 0)
-    dlse = arrays.get("dlse", 0) - delta
-    return {name: x for name, x in {**arrays, "dlse": dlse}.items() if name != "o"}

@@ -44,6 +44,7 @@ def test_prologue_types():
     [
         ("CoreParams", "attn/params.cuh", params.PARAMS),
         ("MaskParams", "util/mask_params.cuh", params.MASK_PARAMS),
+        ("AddParams", "util/add.cu", params.ADD_PARAMS),
         ("MergeParams", "util/merge.cu", params.MERGE_PARAMS),
         ("MergeJvpParams", "util/merge.cu", params.MERGE_JVP_PARAMS),
         ("Tangents", "attn/tangents.cuh", params.TANGENTS),
@@ -54,7 +55,13 @@ def test_struct_layouts_agree(struct, header, dtype):
     for name, (_, offset, *_) in dtype.fields.items():
         member = re.sub(r"\.(\d)", r"[\1]", name)
         checks.append(f'static_assert(__builtin_offsetof({struct}, {member}) == {offset}, "{name}");')
-    constants = {"mask": 1, "row_warps": 1, **dict.fromkeys(("band_left", "band_right", "stacked", "tangents"), True)}
+    constants = {
+        "mask": 1,
+        "row_warps": 1,
+        "width": 1,
+        "adds": True,
+        **dict.fromkeys(("band_left", "band_right", "stacked", "tangents"), True),
+    }
     constants |= dict.fromkeys(("acc", "part", "out", "elem", "bias_elem"), "float")
     constants |= dict.fromkeys(("softcap", "score", "bias", "tbias", "moves", "additive", "runs"), False) | {
         "dropout": 0
