@@ -6,12 +6,12 @@
     python -m bench.distributed --simulate 2 8 64      # what more GPUs would do, by the plan's model
     python -m bench.distributed --device cpu --tiny    # a toy
 
-A row's time is that of the slowest rank, from a barrier to the end of its work, over the number of calls: some in a row,
-as a program makes them, that take 50 ms together.  Its efficiency is one GPU's time on the same problem, measured so,
-over that of all, times their number; the GPU is the slowest of them.  Beside it stands what the model predicts from this run's rates: the
-kernel's on one GPU, and the link's, with a message of 256 MB.  Its memory is what the rank with most of it has beyond
-operands, results and the workspace of one local call, also as a share of what is allowed: two pairs of (k, v) and a
-float32 o, in the backward two float32 pairs of (dk, dv) more.
+A row's time is that of the slowest rank, from a barrier to the end of its work, over the number of calls: as many in a
+row, as a program makes them, as take 50 ms.  Its efficiency is one GPU's time on the same problem, measured so, over
+that of all, times their number; the GPU is the slowest of them while all are busy.  Beside it stands what the model
+predicts from this run's rates: the kernel's on one GPU, and the link's, with a message of 256 MB.  Its memory is what
+the rank with most of it has beyond operands, results and the workspace of one local call, also as a share of what is
+allowed: two pairs of (k, v) and a float32 o, in the backward two float32 pairs of (dk, dv) more.
 """
 
 from __future__ import annotations
@@ -241,7 +241,12 @@ def allowed(case: Case, layout: Layout, item: int) -> int:
 
 
 def alone(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
-    """Time a case on each rank's device, all at once as they are in the case over ranks; return the slowest's."""
+    """Time a case on each rank's GPU, all at once as they are in the case over ranks; return the slowest's.
+
+    Ranks of the CPU share it, so that only the first computes.
+    """
+    if device == "cpu" and comm.rank:
+        return comm.allgather([])[0]
     q, k, v, do = arrays(case, device)
     options, exact = case.options(), {"deterministic": True} if case.exact else {}
     first = {"rng": 1} if case.dropout else {}
@@ -249,7 +254,7 @@ def alone(comm: Any, case: Case, device: str, seconds: float) -> list[float]:
     if case.direction == "backward":
         call = functools.partial(cuattn.backward, do, q, k, v, call(), **options, **exact)
     every = comm.allgather(samples(call, Alone(), device, seconds, case.n))
-    return max(every, key=statistics.median)
+    return max(filter(None, every), key=statistics.median)
 
 
 def beside(comm: Any, name: str, case: Case, device: str, seconds: float) -> list[float]:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from cuattn import api
+from cuattn import api, dispatch
 from cuattn.api import unpacked
 from cuattn.distributed.arrays import gathered
 from cuattn.distributed.comm import Comm, DistributedError
-from cuattn.distributed.heads import Heads
+from cuattn.distributed.heads import Heads, part_of_heads, share
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.model import DistributedPlan
 from cuattn.distributed.request import Request
-from cuattn.distributed.walk import BackwardWalk, ForwardWalk, Team, Walk, stages
+from cuattn.distributed.walk import Arrays, BackwardWalk, ForwardWalk, Team, Walk, axis_of, stages
 from cuattn.distributed.work import work_of
 from cuattn.errors import ArgumentError, ShapeError, shown
+from cuattn.masks.device import namespace
 from cuattn.problem import BACKWARD, FORWARD
 from cuattn.results import Forward, Gradients
 
 Placing = dict[str, Any]
-W = TypeVar("W", bound=Walk)
+_MUCH = 1 << 27  # bytes of a partial result of all heads
 
 
 def attention(
@@ -278,8 +280,8 @@ def _forward(name: str, qkv: tuple[Any, ...], comm: Comm, placing: Placing, opti
     options = {"out_dtype": None, **options, "out": options.get("out")}
     request = Request(FORWARD, dict(zip("qkv", qkv, strict=True)), None, comm, placing, options, wanted)
     with request.home.scope():
-        walk, heads = _walk(request, ForwardWalk)
-        found = request.delivered(heads.collect(dict(zip("olm", walk.result[:3], strict=True)), {}))
+        found, heads = _walk(request, ForwardWalk, {"o": request.made["o"][1], "l": request.sums, "m": request.sums})
+        found = request.delivered(heads.collect(found, {}))
     return [*found.values(), request.state]
 
 
@@ -291,8 +293,8 @@ def _check_alone(placing: Placing, q: Any, k: Any) -> None:
             raise ShapeError(f"{name} has lengths {layout.lengths}; expected {array.shape[-2]}, on the only rank")
 
 
-def _walk(request: Request, kind: type[W]) -> tuple[W, Heads]:
-    """Compute; return the walk, of this rank's heads where these were exchanged, and their way back."""
+def _walk(request: Request, kind: type[Walk], dtypes: Mapping[str, Any]) -> tuple[Arrays, Heads]:
+    """Compute; return results of these dtypes, of this rank's heads where these were exchanged, and their way back."""
     comm, algorithm, visible = request.comm, request.algorithm, request.whole.visible
     heads = Heads(comm, request.costs[algorithm][1], {"row": request.rows, "key": request.keys})
     work = work_of(heads.layouts["row"], heads.layouts["key"], visible)
@@ -301,31 +303,62 @@ def _walk(request: Request, kind: type[W]) -> tuple[W, Heads]:
     trimmed = algorithm != "ring" and not (axis == "row" and kind is ForwardWalk)
     team = Team(comm, heads.ranks, heads.index, work, axis, trimmed)
     try:
-        walk = kind(team, heads.whole(request.whole), heads.spread(request.arrays), request.sums)
-        walk.run(stages(algorithm, team.index, work.size, bool(walk.returned)))
+        whole, arrays, made = heads.whole(request.whole), heads.spread(request.arrays), {}
+        count = _parts(request, arrays, max(work.lengths("row")))
+        for slot in range(count):
+            own, some = whole, arrays
+            if count > 1:
+                heads_of_part = share(whole.leading[-1], slot, count)
+                own = whole.of_heads(heads_of_part.start, heads_of_part.stop)
+                some = {name: part_of_heads(name, x, slot, count) for name, x in arrays.items()}
+            walk = kind(team, own, some, request.sums)
+            walk.run(stages(algorithm, team.index, work.size, bool(walk.returned)))
+            found = walk.outcome(dtypes)
+            if count == 1:
+                return found, heads
+            for name, part in found.items():
+                if not slot:
+                    shape, axis = list(part.shape), axis_of(name) - 1
+                    shape[axis] *= count
+                    made[name] = walk.xp.empty(shape, part.dtype)
+                dispatch.add(part_of_heads(name, made[name], slot, count), part)
     except DistributedError:
         raise
     except BaseException:  # the others wait for this rank
         comm.abort()
         raise
-    return walk, heads
+    return made, heads
+
+
+def _parts(request: Request, arrays: Arrays, rows: int) -> int:
+    """Return in how many parts heads are computed: in two where partial results would take much memory.
+
+    All ranks find the same, for the rank that has most rows.
+    """
+    every = [arrays[name] for name in "qkv"]
+    if arrays.keys() & {"bias", "key_bias"} or request.learned or min(x.ndim for x in every) < 3:
+        return 1
+    heads, *others = (x.shape[-3] for x in every)
+    # Keys of one head would have gradients by both parts.
+    fits = heads % 2 == 0 and all(n % 2 == 0 or (n == 1 and not request.operation.replays) for n in others)
+    size = request.size.batch * heads * rows * every[2].shape[-1] * request.sums.itemsize
+    return 2 if fits and size >= _MUCH else 1
 
 
 def _gradients(request: Request) -> dict[str, Any]:
     """Return the results of a backward, those that are no rank's own summed over ranks."""
-    walk, heads = _walk(request, BackwardWalk)
     operands = {name: request.arrays[name] for name in ("q", "k", "v", "bias", "key_bias") if name in request.arrays}
     operands |= {f"score{index}": array for index, array in request.learned.items()}
     # What is not added up is rounded at once, also if it travels.
-    ready = ("q", "k", "v", *["bias"] * (heads.inner == 1))
-    dtypes = {name: request.made[f"d{name}"][1] if name in ready else walk.sums for name in operands}
-    totals = {name: walk.total(name, walk.arrays.get(name, x), dtypes[name]) for name, x in operands.items()}
+    ready = ("q", "k", "v", *["bias"] * (request.costs[request.algorithm][1] == 1))
+    dtypes = {name: request.made[f"d{name}"][1] if name in ready else request.sums for name in operands}
+    totals, heads = _walk(request, BackwardWalk, dtypes)
     shared = {name: totals.pop(name) for name in operands if name == "key_bias" or name.startswith("score")}
     found = {f"d{name}": total for name, total in heads.collect(totals, operands).items()}
     for name, total in shared.items():
         part = total
         if total.shape != operands[name].shape:  # of this rank's heads
-            part = walk.xp.zeros(operands[name].shape, total.dtype)
+            part = namespace(total).zeros(operands[name].shape, total.dtype)
             part[heads.place(part)] = total
         every = gathered(request.comm, part, [part.shape] * request.comm.size)
         found["dbias" if name == "key_bias" else f"d{name}"] = sum(every[1:], every[0])

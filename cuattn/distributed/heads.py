@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from cuattn.distributed.arrays import contiguous, joined, taken
@@ -13,7 +11,6 @@ from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout, grouped
 from cuattn.distributed.walk import OF_KEYS, axis_of
 from cuattn.distributed.whole import Whole
-from cuattn.masks.base import Mask
 from cuattn.masks.device import namespace
 
 
@@ -49,20 +46,14 @@ class Heads:
         """Return what is said of the whole problem, of this rank's heads."""
         if self.inner == 1:
             return whole
-        *batch, heads = whole.leading
-        own, mask = self._slice(heads, self._slot), whole.mask
-        if isinstance(mask, Mask):
-            mask = _of_heads(mask, own.start, own.stop)
-        elif hasattr(mask, "shape") and mask.ndim > 2 and mask.shape[-3] > 1:
-            mask = mask[..., own, :, :]
-        origin = replace(whole.origin, head=whole.origin.head + own.start)
-        return replace(whole, leading=(*batch, own.stop - own.start), mask=mask, origin=origin)
+        own = share(whole.leading[-1], self._slot, self.inner)
+        return whole.of_heads(own.start, own.stop)
 
     def place(self, array: Any) -> tuple[Any, ...]:
         """Return where this rank's heads are in an array without rows, as an index."""
         if self.inner == 1 or array.ndim < 3 or array.shape[-3] == 1:
             return (...,)
-        return (..., self._slice(array.shape[-3], self._slot), slice(None), slice(None))
+        return (..., share(array.shape[-3], self._slot, self.inner), slice(None), slice(None))
 
     def spread(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return arrays of all the group's rows and of this rank's heads, from those of its rows and all heads."""
@@ -71,7 +62,7 @@ class Heads:
         found = {name: array[self.place(array)] for name, array in arrays.items() if name == "key_bias"}
         arrays = {name: array for name, array in arrays.items() if name != "key_bias"}
         sent = {
-            peer: {n: contiguous(self._part(n, x, slot)) for n, x in arrays.items()}
+            peer: {n: contiguous(part_of_heads(n, x, slot, self.inner)) for n, x in arrays.items()}
             for slot, peer in enumerate(self._members)
         }
 
@@ -115,16 +106,6 @@ class Heads:
     def _layout(self, name: str) -> Layout:
         return self._of_ranks[_dealt_with(name)]
 
-    def _slice(self, heads: int, slot: int) -> slice:
-        return slice(slot * heads // self.inner, (slot + 1) * heads // self.inner)
-
-    def _part(self, name: str, array: Any, slot: int) -> Any:
-        """Return some of an array's heads, if it has any."""
-        axis = axis_of(name) - 1
-        if array.ndim < -axis or array.shape[axis] == 1:
-            return array
-        return array[(..., self._slice(array.shape[axis], slot), *(slice(None),) * (-axis - 1))]
-
     def _exchanged(self, sent: Mapping[int, Mapping[str, Any]], shape: Any) -> dict[int, dict[str, Any]]:
         """Exchange arrays within the group; return what arrives, by rank."""
         me = self._comm.rank
@@ -136,10 +117,18 @@ class Heads:
         return parts
 
 
+def part_of_heads(name: str, array: Any, slot: int, count: int) -> Any:
+    """Return one of `count` equal parts of an array's heads, if it has several."""
+    axis = axis_of(name) - 1
+    if array.ndim < -axis or array.shape[axis] == 1:
+        return array
+    return array[(..., share(array.shape[axis], slot, count), *(slice(None),) * (-axis - 1))]
+
+
+def share(heads: int, slot: int, count: int) -> slice:
+    """Return which heads one of `count` parts of them has."""
+    return slice(slot * heads // count, (slot + 1) * heads // count)
+
+
 def _dealt_with(name: str) -> str:
     return "key" if name in OF_KEYS else "row"
-
-
-@lru_cache(maxsize=64)  # kept, since a mask holds tables on a GPU
-def _of_heads(mask: Mask, start: int, stop: int) -> Mask:
-    return mask.heads(start, stop)

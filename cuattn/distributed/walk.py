@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,10 @@ class Walk(ABC):
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Take results for some of this rank's rows, or keys."""
 
+    @abstractmethod
+    def outcome(self, dtypes: Mapping[str, Any]) -> Arrays:
+        """Return what the walk has come to, rounded to these dtypes."""
+
     def _call(self, operation: Operation, arrays: Arrays, options: dict[str, Any]) -> tuple[dispatch.Call, list[Any]]:
         """Compute a part; a GPU's kernels leave `sm_margin` multiprocessors free, if the comm asks for some."""
         named = operation.given({**arrays, "mask": options["mask"]})
@@ -238,7 +242,7 @@ class Walk(ABC):
 
 
 class ForwardWalk(Walk):
-    """The forward; `result` is made of parts by :func:`cuattn.merge`."""
+    """The forward, of merged parts."""
 
     results = ("o", "l", "m")
 
@@ -266,6 +270,11 @@ class ForwardWalk(Walk):
         _, found = self._call(FORWARD, {**arrays, "bias": bias}, options)
         return dict(zip(self.results, found, strict=True))
 
+    def outcome(self, dtypes: Mapping[str, Any]) -> Arrays:
+        """Return o, l and m."""
+        found, self.result = dict(zip(self.results, self.result[:3], strict=True)), None
+        return {name: x if x.dtype == dtypes[name] else rounded(x, dtypes[name]) for name, x in found.items()}
+
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Merge a part for all of this rank's rows, in place: a third o would not fit beside the two."""
         if found:
@@ -286,19 +295,24 @@ class BackwardWalk(Walk):
     def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype) -> None:
         self.results = tuple(name for name in ("q", "k", "v", "bias") if name in arrays)
         super().__init__(team, whole, arrays, sums)
+        args = enumerate(whole.options["score_args"])
+        self.shapes |= {f"score{index}": tuple(x.shape) for index, x in args if hasattr(x, "shape")}
         self._totals: Arrays = {}
         self._early: dict[str, tuple[Any, dict[int, tuple[Runs, Runs]]]] = {}
         self._late: Arrays = {}
 
-    def total(self, name: str, like: Any, dtype: Any) -> Any:
-        """Return the gradient of an operand, of its shape, rounded to a dtype."""
-        total, late = self._totals.get(name), self._late.get(name)
+    def outcome(self, dtypes: Mapping[str, Any]) -> Arrays:
+        """Return the gradients, of the shapes of their operands."""
+        return {name: self._total(name, dtype) for name, dtype in dtypes.items()}
+
+    def _total(self, name: str, dtype: Any) -> Any:
+        total, late = self._totals.pop(name, None), self._late.pop(name, None)
         if name in self._early:
-            array, places = self._early[name]
+            array, places = self._early.pop(name)
             total = self.xp.zeros(self.shapes[name], array.dtype)
             self._add_part(total, array, places)
         if total is None:
-            return self.xp.zeros(like.shape, dtype)
+            return self.xp.zeros(self.shapes[name], dtype)
         if late is None:
             return total if total.dtype == dtype else rounded(total, dtype)
         out = total if total.dtype == dtype else self.xp.empty(total.shape, dtype)

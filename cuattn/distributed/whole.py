@@ -43,6 +43,20 @@ class Whole:
     state: RNGState | None = None
     options: dict[str, Any] = field(default_factory=dict)
     _parts: dict[tuple[Runs, Runs], dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
+    _of_heads: dict[tuple[int, int], Whole] = field(default_factory=dict, init=False, repr=False)
+
+    def of_heads(self, start: int, stop: int) -> Whole:
+        """Return what is said of some heads."""
+        if (start, stop) not in self._of_heads:
+            mask = self.mask
+            if isinstance(mask, Mask):
+                mask = _mask_of_heads(mask, start, stop)
+            elif hasattr(mask, "shape") and mask.ndim > 2 and mask.shape[-3] > 1:
+                mask = mask[..., start:stop, :, :]
+            origin = replace(self.origin, head=self.origin.head + start)
+            leading = (*self.leading[:-1], stop - start)
+            self._of_heads[start, stop] = replace(self, leading=leading, mask=mask, origin=origin)
+        return self._of_heads[start, stop]
 
     def part(self, rows: Runs, keys: Runs) -> dict[str, Any]:
         """Return the keyword arguments of a part that consists of some rows and keys."""
@@ -107,6 +121,11 @@ class Whole:
 @lru_cache(maxsize=256)  # kept, since a mask holds tables on a GPU
 def _restricted(mask: Mask, n_queries: int, n_keys: int, rows: Runs, keys: Runs) -> Mask:
     return mask.bind(n_queries, n_keys).restrict(rows, keys)
+
+
+@lru_cache(maxsize=64)  # likewise
+def _mask_of_heads(mask: Mask, start: int, stop: int) -> Mask:
+    return mask.heads(start, stop)
 
 
 _every = lru_cache(maxsize=64)(lambda *parts: masks.AllOf(parts))  # likewise

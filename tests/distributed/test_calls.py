@@ -1,5 +1,7 @@
 """Any problem, dealt out in any way, is what one device computes."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import Phase, assume, given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn import distributed, masks
-from cuattn.distributed import DistributedError, Layout, connect, spawn
+from cuattn.distributed import DistributedError, Layout, api, connect, spawn
 from cuattn.errors import ArgumentError
 from tests.distributed.layouts import layouts, run
 from tests.strategies import cases, normal
@@ -29,6 +31,11 @@ def dealt(data, case, size):
 @given(data=st.data(), case=cases(), size=st.integers(2, 4), algorithm=st.sampled_from(ALGORITHMS))
 def test_any_split_matches_the_oracle(data, case, size, algorithm):
     rows, keys = dealt(data, case, size)
+    with mock.patch.object(api, "_MUCH", data.draw(st.sampled_from((0, 1 << 30)))):
+        matches_the_oracle(case, size, algorithm, rows, keys)
+
+
+def matches_the_oracle(case, size, algorithm, rows, keys):
     assume(case.bias is None or case.bias.shape[-2] > 1 or set(rows.lengths) != {1})  # is it of one row, or of any?
     try:
         results = spawn(run, case, rows, keys, algorithm, ranks=size)
@@ -76,10 +83,12 @@ def together(comm, arrays, layout, options, **more):
     return whole, [layout.unshard(x, comm) for x in grads[:3]], grads.dscore
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("algorithm", [None, "needed", "combine", "heads"])
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_functions_and_dropout(name, algorithm):
+def test_masks_functions_and_dropout(name, algorithm, parts, monkeypatch):
     """Results are those of one device: the same elements are seen and kept, heads and indices are global."""
+    monkeypatch.setattr(api, "_MUCH", 0 if parts == 2 else 1 << 30)
     options, arrays = dict(MASKS[name]), problem()
     learned = np.array([0.1, -0.1, 0.2, 0.0], np.float32)
     if name == "score":
