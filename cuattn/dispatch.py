@@ -23,6 +23,7 @@ from cuattn.masks.base import Mask
 from cuattn.masks.constructors import band_of_runs
 from cuattn.plans import Plan
 from cuattn.problem import (
+    FORWARD,
     Array,
     Operation,
     Options,
@@ -520,21 +521,30 @@ def merge(parts: dict[str, Any], names: tuple[str, ...], out: Any) -> list[Any]:
         return outputs.fill(results)
 
 
-def merge_into(total: Sequence[Any], part: Sequence[Any]) -> None:
-    """Replace (o, l, m) by what they and a part's are together: NumPy or CuPy arrays, C-contiguous, of equal dtypes."""
+def merge_into(out: Sequence[Any], total: Sequence[Any], part: Sequence[Any]) -> None:
+    """Merge the (o, l, m) of two parts.
+
+    Parameters
+    ----------
+    out : (o, l, m)
+        Of any dtype of o; may be `total`.
+    total, part : (o, l, m)
+        NumPy or CuPy arrays of equal dtypes, like `out` C-contiguous and allocated, which aligns them.
+    """
     parts = {
         f"{name} of {whose}": x for whose, one in enumerate((total, part)) for name, x in zip("olm", one, strict=True)
     }
     views, origin = interop.to_backend(parts)
     backend = _backend_of(origin, None)
     if origin.backend == "cpu":
-        for target, found in zip(total, backend.merge([list(total), list(part)]), strict=True):
+        for target, found in zip(out, backend.merge([list(total), list(part)]), strict=True):
             target[...] = found
         return
-    (o, l, _), addresses = total, [array.data.ptr for array in views.values()]
-    sequence = backend.merge_sequence(origin.device, 2, o.shape, o.dtype, l.dtype)
-    # Each element is written behind all reads of what it is made of, by the warp that has read it.
-    sequence.run(lambda *_: (list(total), [*addresses[:3], 0], None), origin.stream(), addresses)
+    (o, l, _), places = total, [array.data.ptr for array in out]
+    own, width = FORWARD.results, 4 if o.shape[-1] % 4 == 0 else 1
+    sequence = backend.merge_sequence(origin.device, 2, o.shape, o.dtype, l.dtype, own, out[0].dtype, width)
+    addresses = [array.data.ptr for array in views.values()]
+    sequence.run(lambda *_: (list(out), [*places, 0], None), origin.stream(), addresses)
 
 
 def add(out: Any, *terms: Any) -> None:

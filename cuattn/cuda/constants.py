@@ -8,7 +8,7 @@ name                    type     meaning
 ``out``                 type     o of the forward, or merged: ``elem`` or ``acc``; add: what is written
 ``part``                type     merge: o of the parts; add: what is read (backward: an int, see ``chunk``)
 ``adds``                bool     add: there are two terms
-``width``               int      add: elements of one access
+``width``               int      add, merge: elements of one access
 ``o_elem``              type     o read by the backward: ``elem`` or ``acc``
 ``bias_elem``           type     the bias (``acc`` without one)
 ``grad``, ``bias_grad`` type     dq, dk, dv, and dbias, as they are written

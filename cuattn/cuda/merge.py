@@ -25,6 +25,8 @@ def merge_sequence(
     dtype: np.dtype,
     stat: np.dtype,
     results: tuple[str, ...] = ("o", "l", "m"),
+    out: np.dtype | None = None,
+    width: int = 1,
 ) -> LaunchSequence:
     """Return what combines C-contiguous parts of equal shapes.
 
@@ -40,13 +42,17 @@ def merge_sequence(
         Of o and its tangent, and of l, m and lse's tangent.
     results : tuple of str, optional
         Those of a forward, or of a jvp.
+    out : dtype, optional
+        Of the merged o; by default `dtype`.
+    width : int, optional
+        How many elements, a power of two that divides o's columns, every o is aligned to.
 
     Returns
     -------
     LaunchSequence
-        Its results are o, in the parts' dtype and rounded once, l and m; and of jvps the tangents likewise.
+        Its results are o, rounded once, l and m; and of jvps the tangents likewise.
     """
-
+    out = out or dtype
     levels = [[f" {part}" for part in range(count)]]  # names; each level has one part where there were MAX_PARTS
     while len(levels[-1]) > MAX_PARTS:
         levels.append([f" {part} of level {len(levels)}" for part in range(cdiv(len(levels[-1]), MAX_PARTS))])
@@ -58,12 +64,12 @@ def merge_sequence(
         return {f"{own}{name}": array for name in names for own, array in part.items()}
 
     inputs, scratch = arrays(levels[0], dtype), arrays(chain(*levels[1:-1]), stat)
-    sequence = LaunchSequence(device, list(inputs), arrays([""], dtype), scratch)
+    sequence = LaunchSequence(device, list(inputs), arrays([""], out), scratch)
     for parts, merged in pairwise(levels):
-        dtypes = dtype if parts is levels[0] else stat, dtype if merged is levels[-1] else stat, stat
-        for number, out in enumerate(merged):
+        dtypes = dtype if parts is levels[0] else stat, out if merged is levels[-1] else stat, stat
+        for number, name in enumerate(merged):
             some = parts[number * MAX_PARTS :][:MAX_PARTS]
-            add(sequence, shape, dtypes, some, out, results=results)
+            add(sequence, shape, dtypes, some, name, results=results, width=width)
     return sequence
 
 
@@ -75,6 +81,7 @@ def add(
     out: str = "",
     stacked: int = 0,
     results: tuple[str, ...] = ("o", "l", "m"),
+    width: int = 1,
 ) -> None:
     """Append the launch that combines parts.
 
@@ -94,6 +101,8 @@ def add(
         the arrays of each.
     results : tuple of str, optional
         Those of a forward, or of a jvp.
+    width : int, optional
+        How many elements every o is aligned to.
     """
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if rows == 0:
@@ -101,7 +110,8 @@ def add(
     count, tangents = stacked or len(parts), "to" in results
     row_warps = _WARPS if rows < _FEW_ROWS and count >= _WARPS else 1
     constants = dict(zip(("part", "out", "acc"), (DTYPES[dtype].cuda for dtype in dtypes), strict=True))
-    constants |= {"row_warps": row_warps, "stacked": stacked > 0, "tangents": tangents}
+    width = width if row_warps == 1 else 1
+    constants |= {"row_warps": row_warps, "stacked": stacked > 0, "tangents": tangents, "width": width}
     values = {"rows": rows, "head_dim_v": columns, "parts": count}
     grid = (cdiv(rows * row_warps, _WARPS), max(cdiv(columns, 32), 1) if row_warps > 1 else 1)
     slots = {name: [f"{name}{part}" for part in parts] for name in results}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cuattn import api, dispatch
+from cuattn import api
 from cuattn.api import unpacked
 from cuattn.distributed.arrays import gathered
 from cuattn.distributed.comm import Comm, DistributedError
@@ -14,7 +14,8 @@ from cuattn.distributed.heads import Heads, part_of_heads, share
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.model import DistributedPlan
 from cuattn.distributed.request import Request
-from cuattn.distributed.walk import Arrays, BackwardWalk, ForwardWalk, Team, Walk, axis_of, stages
+from cuattn.distributed.walk import Arrays, BackwardWalk, ForwardWalk, Team, Walk, stages
+from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import work_of
 from cuattn.errors import ArgumentError, ShapeError, shown
 from cuattn.masks.device import namespace
@@ -303,31 +304,37 @@ def _walk(request: Request, kind: type[Walk], dtypes: Mapping[str, Any]) -> tupl
     trimmed = algorithm != "ring" and not (axis == "row" and kind is ForwardWalk)
     team = Team(comm, heads.ranks, heads.index, work, axis, trimmed)
     try:
-        whole, arrays, made = heads.whole(request.whole), heads.spread(request.arrays), {}
+        whole, arrays, walks = heads.whole(request.whole), heads.spread(request.arrays), []
         count = _parts(request, arrays, max(work.lengths("row")))
         for slot in range(count):
             own, some = whole, arrays
             if count > 1:
-                heads_of_part = share(whole.leading[-1], slot, count)
-                own = whole.of_heads(heads_of_part.start, heads_of_part.stop)
+                part = share(whole.leading[-1], slot, count)
+                own = whole.of_heads(part.start, part.stop)
                 some = {name: part_of_heads(name, x, slot, count) for name, x in arrays.items()}
-            walk = kind(team, own, some, request.sums)
-            walk.run(stages(algorithm, team.index, work.size, bool(walk.returned)))
-            found = walk.outcome(dtypes)
-            if count == 1:
-                return found, heads
-            for name, part in found.items():
-                if not slot:
-                    shape, axis = list(part.shape), axis_of(name) - 1
-                    shape[axis] *= count
-                    made[name] = walk.xp.empty(shape, part.dtype)
-                dispatch.add(part_of_heads(name, made[name], slot, count), part)
+            walks.append(kind(team, own, some, request.sums))
+        plan = stages(algorithm, team.index, work.size, bool(walks[0].returned))
+        begun = [walk.begin(plan) for walk in walks]  # so that what others wait for arrives meanwhile
+        made = {}
+        if count > 1:
+            made = {name: walks[0].xp.empty(_shape(name, arrays, whole), dtype) for name, dtype in dtypes.items()}
+        for slot, (walk, fetched) in enumerate(zip(walks, begun, strict=True)):
+            walk.run(plan, fetched)
+            found = walk.outcome(dtypes, {name: part_of_heads(name, x, slot, count) for name, x in made.items()})
     except DistributedError:
         raise
     except BaseException:  # the others wait for this rank
         comm.abort()
         raise
-    return made, heads
+    return made or found, heads
+
+
+def _shape(name: str, arrays: Arrays, whole: Whole) -> tuple[int, ...]:
+    """Return the shape of a result: of o, l or m, or of the gradient of the operand that it names."""
+    if name in FORWARD.results:
+        rows = *whole.leading, arrays["q"].shape[-2]
+        return (*rows, arrays["v"].shape[-1]) if name == "o" else rows
+    return tuple(arrays[name].shape)
 
 
 def _parts(request: Request, arrays: Arrays, rows: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -19,6 +20,7 @@ from cuattn.errors import ArgumentError, as_integer, shown
 from cuattn.masks.device import load_cupy
 
 _here = threading.local()
+_TURN = 1e-4  # seconds that a rank's thread has Python for itself while others want it, at most
 
 
 def current() -> ThreadComm | None:
@@ -211,9 +213,11 @@ def spawn(
             world.ended.add(rank)
             world.changed.notify_all()
 
+    interval = sys.getswitchinterval()
     threads = [threading.Thread(target=run, args=(rank,), name=f"cuattn-rank-{rank}") for rank in range(size)]
     with shared_cores(size):
         try:
+            sys.setswitchinterval(min(interval, _TURN))
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -224,6 +228,8 @@ def spawn(
             while {*threads} & {*threading.enumerate()}:  # an interrupted join takes its thread for ended
                 time.sleep(1e-3)
             raise
+        finally:
+            sys.setswitchinterval(interval)
     if errors:
         raise errors[0]
     return results

@@ -18,7 +18,7 @@ import numpy as np
 
 from cuattn import dispatch
 from cuattn.api import gradients
-from cuattn.distributed.arrays import joined, local, merged, part, rounded, taken
+from cuattn.distributed.arrays import joined, local, merged, part, taken
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout
@@ -27,7 +27,6 @@ from cuattn.distributed.work import Work
 from cuattn.masks.device import namespace
 from cuattn.masks.runs import Runs, length_of
 from cuattn.problem import BACKWARD, FORWARD, Operation, Options
-from cuattn.results import Forward
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Sources and clients of a rank, among those that share an axis."""
@@ -138,8 +137,19 @@ class Walk(ABC):
         """Take results for some of this rank's rows, or keys."""
 
     @abstractmethod
-    def outcome(self, dtypes: Mapping[str, Any]) -> Arrays:
-        """Return what the walk has come to, rounded to these dtypes."""
+    def outcome(self, dtypes: Mapping[str, Any], out: Arrays) -> Arrays:
+        """Return what the walk has come to, of these dtypes: in the arrays `out`, where there are such."""
+
+    def _room_for(self, name: str, shape: tuple[int, ...], dtype: Any, out: Arrays) -> Any:
+        return out[name] if name in out else self.xp.empty(shape, dtype)
+
+    def _put(self, name: str, array: Any, dtype: Any, out: Arrays) -> Any:
+        """Return an array that nobody else holds as a result."""
+        if name not in out and array.dtype == dtype:
+            return array
+        room = self._room_for(name, array.shape, dtype, out)
+        dispatch.add(room, array)
+        return room
 
     def _call(self, operation: Operation, arrays: Arrays, options: dict[str, Any]) -> tuple[dispatch.Call, list[Any]]:
         """Compute a part; a GPU's kernels leave `sm_margin` multiprocessors free, if the comm asks for some."""
@@ -150,9 +160,13 @@ class Walk(ABC):
         call = dispatch.Call(operation, named, settings, self.whole.state, options["origin"], None, *functions)
         return call, dispatch.compute(call)[0]
 
-    def run(self, plan: Sequence[Stage]) -> None:
-        """Walk through all stages."""
-        fetched, back = self._start(plan[0], None), None
+    def begin(self, plan: Sequence[Stage]) -> Callable[[], Any]:
+        """Begin to fetch for the first stage; return what waits for that."""
+        return self._start(plan[0], None)
+
+    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> None:
+        """Walk through all stages, given what :meth:`begin` returned."""
+        back = None
         for stage, following in itertools.zip_longest(plan, plan[1:]):
             arrived = fetched()
             fetched = self._start(following, back)
@@ -248,17 +262,18 @@ class ForwardWalk(Walk):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.result: Forward | None = None
+        self._total: Arrays = {}
+        self._late: Arrays = {}
         self._out_dtype: Any = self.sums
 
-    def run(self, plan: Sequence[Stage]) -> None:
-        """Walk through all stages."""
+    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> None:
+        """Walk through all stages, given what :meth:`begin` returned."""
         team = self.team
         visited = [stage for stage in plan if any(team.sent(source, team.index) for source in stage[0])]
         if team.axis == "key" and len(visited) < 2:
             self._out_dtype = self.whole.options.get("out_dtype")  # nothing will be merged
-        super().run(plan)
-        if self.result is None:  # nothing is visible
+        super().run(plan, fetched)
+        if not self._total:  # nothing is visible
             nothing = {name: self.arrays[name][..., :0, :] for name in "kv"}
             bias, options = self.whole.bias(self.arrays, ()), self.whole.part(team.own("row"), ())
             found = self.compute({**self.arrays, **nothing}, bias, options)
@@ -270,19 +285,31 @@ class ForwardWalk(Walk):
         _, found = self._call(FORWARD, {**arrays, "bias": bias}, options)
         return dict(zip(self.results, found, strict=True))
 
-    def outcome(self, dtypes: Mapping[str, Any]) -> Arrays:
+    def outcome(self, dtypes: Mapping[str, Any], out: Arrays) -> Arrays:
         """Return o, l and m."""
-        found, self.result = dict(zip(self.results, self.result[:3], strict=True)), None
-        return {name: x if x.dtype == dtypes[name] else rounded(x, dtypes[name]) for name, x in found.items()}
+        if self._late and all(array.flags.c_contiguous for array in out.values()):
+            found = {name: self._room_for(name, x.shape, dtypes[name], out) for name, x in self._total.items()}
+            self._merge_late(found)
+            return found
+        if self._late:
+            self._merge_late(self._total)
+        return {name: self._put(name, self._total[name], dtype, out) for name, dtype in dtypes.items()}
+
+    def _merge_late(self, out: Arrays) -> None:
+        late, self._late = self._late, {}
+        dispatch.merge_into(*(tuple([arrays[name] for name in self.results]) for arrays in (out, self._total, late)))
 
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
-        """Merge a part for all of this rank's rows, in place: a third o would not fit beside the two."""
-        if found:
-            part = Forward(**found)
-            if self.result is None:
-                self.result = part
-            else:
-                dispatch.merge_into(self.result[:3], part[:3])
+        """Merge a part for all of this rank's rows: the last one at the end, as o is rounded then.
+
+        It is done in place: a third o would not fit beside the two.
+        """
+        if self._late:
+            self._merge_late(self._total)
+        if found and self._total:
+            self._late = found
+        elif found:
+            self._total = found
 
 
 class BackwardWalk(Walk):
@@ -301,23 +328,21 @@ class BackwardWalk(Walk):
         self._early: dict[str, tuple[Any, dict[int, tuple[Runs, Runs]]]] = {}
         self._late: Arrays = {}
 
-    def outcome(self, dtypes: Mapping[str, Any]) -> Arrays:
+    def outcome(self, dtypes: Mapping[str, Any], out: Arrays) -> Arrays:
         """Return the gradients, of the shapes of their operands."""
-        return {name: self._total(name, dtype) for name, dtype in dtypes.items()}
+        return {name: self._gradient(name, dtype, out) for name, dtype in dtypes.items()}
 
-    def _total(self, name: str, dtype: Any) -> Any:
+    def _gradient(self, name: str, dtype: Any, out: Arrays) -> Any:
         total, late = self._totals.pop(name, None), self._late.pop(name, None)
-        if name in self._early:
-            array, places = self._early.pop(name)
-            total = self.xp.zeros(self.shapes[name], array.dtype)
-            self._add_part(total, array, places)
         if total is None:
-            return self.xp.zeros(self.shapes[name], dtype)
+            total = self.xp.zeros(self.shapes[name], self.sums if name in self._early else dtype)
+        if name in self._early:
+            self._add_part(total, *self._early.pop(name))
         if late is None:
-            return total if total.dtype == dtype else rounded(total, dtype)
-        out = total if total.dtype == dtype else self.xp.empty(total.shape, dtype)
-        dispatch.add(out, total, late)
-        return out
+            return self._put(name, total, dtype, out)
+        room = total if name not in out and total.dtype == dtype else self._room_for(name, total.shape, dtype, out)
+        dispatch.add(room, total, late)
+        return room
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return the gradients of a part."""

@@ -5,9 +5,12 @@
 //
 // No product is fused into a sum: two parts may change places, bit for bit.
 // cfg::row_warps warps share a row: each takes every row_warps-th part; their sums meet in shared memory in a fixed order.
+// cfg::width columns, neighbours, belong to a lane.  Without tangents the arrays of one of two parts may be the merged ones: a warp
+// writes what it alone has read.
 // 128 threads; lanes run along the parts for the weights, then along the columns.
-// Grid: rows, and groups of 32 columns (a block takes every gridDim.y-th).
+// Grid: rows, and groups of 32 lanes' columns (a block takes every gridDim.y-th).
 #include "attn/merge.cuh"
+#include "attn/pack.cuh"
 #include "ptx/barrier.cuh"
 
 constexpr int kWarps = 4;
@@ -27,11 +30,15 @@ struct MergeJvpParams : MergeParams {
 };
 
 using Acc = cfg::acc;
-
-// Element `index` of the `size` ones that each part has.
+constexpr int kWidth = cfg::width;
+static_assert(kWidth == 1 || cfg::row_warps == 1);
 template <class T>
-__device__ __forceinline__ T element(const void* const* parts, int part, i64 index, i64 size) {
-    return cfg::stacked ? static_cast<const T*>(parts[0])[part * size + index] : static_cast<const T*>(parts[part])[index];
+using Columns = Pack<T, kWidth>;
+
+// Where element `index` is of the `size` ones that each part has.
+template <class T>
+__device__ __forceinline__ const T* element(const void* const* parts, int part, i64 index, i64 size) {
+    return cfg::stacked ? static_cast<const T*>(parts[0]) + part * size + index : static_cast<const T*>(parts[part]) + index;
 }
 
 // The sum of all warps that share a row.
@@ -53,7 +60,7 @@ __device__ __forceinline__ void merge(const Params& p) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + warp / cfg::row_warps, size = p.rows * p.head_dim_v;
     const bool live = row < p.rows;
     ptx::await_launch_before();  // which makes the parts
-    const auto number = [&](const void* const* parts, int part) { return element<Acc>(parts, part, row, p.rows); };
+    const auto number = [&](const void* const* parts, int part) { return *element<Acc>(parts, part, row, p.rows); };
     const Shares<Acc> shares(live ? p.parts : 0, [&](int part) { return number(p.l, part); }, [&](int part) { return number(p.m, part); });
     Acc tlse = 0;
     if constexpr (cfg::tangents) {
@@ -62,25 +69,33 @@ __device__ __forceinline__ void merge(const Params& p) {
             if (w != Acc(0)) tlse += product_of(w, number(p.tlse, part));
         }
     }
-    for (i32 base = blockIdx.y * 32; base < p.head_dim_v; base += gridDim.y * 32) {
-        const i32 col = base + lane;
+    for (i32 base = blockIdx.y * 32 * kWidth; base < p.head_dim_v; base += gridDim.y * 32 * kWidth) {
+        const i32 col = base + lane * kWidth;
         const i64 at = row * p.head_dim_v + col;
         const bool inside = live && col < p.head_dim_v;
-        Acc sum = 0, tsum = 0;
+        Acc sum[kWidth] = {}, tsum[kWidth] = {};
 #pragma unroll 4
         for (int part = slot; part < p.parts; part += cfg::row_warps) {
-            const auto load = [&](const void* const* parts) { return inside ? to_acc(element<cfg::part>(parts, part, at, size)) : Acc(0); };
-            const Acc x = load(p.o), w = shares[part];
-            if (w != Acc(0)) sum += product_of(w, x);
+            const auto load = [&](const void* const* parts) {
+                return inside ? *reinterpret_cast<const Columns<cfg::part>*>(element<cfg::part>(parts, part, at, size)) : Columns<cfg::part>{};
+            };
+            const Columns<cfg::part> x = load(p.o);
+            const Acc w = shares[part];
+            if (w != Acc(0)) unroll<kWidth>([&](int i) { sum[i] += product_of(w, to_acc(x.x[i])); });
             if constexpr (cfg::tangents) {
-                if (w != Acc(0)) tsum += product_of(w, fma_of(number(p.tlse, part) - tlse, x, load(p.to)));
+                if (w == Acc(0)) continue;
+                const Columns<cfg::part> tx = load(p.to);
+                const Acc tl = number(p.tlse, part) - tlse;
+                unroll<kWidth>([&](int i) { tsum[i] += product_of(w, fma_of(tl, to_acc(x.x[i]), to_acc(tx.x[i]))); });
             }
         }
-        const auto store = [&](void* out, Acc x) {
-            if (inside && slot == 0) static_cast<cfg::out*>(out)[at] = round_to<cfg::out>(x);
+        const auto store = [&](void* out, const Acc* sums) {
+            Columns<cfg::out> rounded;
+            unroll<kWidth>([&](int i) { rounded.x[i] = round_to<cfg::out>(sum_of_warps(sums[i])); });
+            if (inside && slot == 0) *reinterpret_cast<Columns<cfg::out>*>(static_cast<cfg::out*>(out) + at) = rounded;
         };
-        store(p.o_out, sum_of_warps(sum));
-        if constexpr (cfg::tangents) store(p.to_out, sum_of_warps(tsum));
+        store(p.o_out, sum);
+        if constexpr (cfg::tangents) store(p.to_out, tsum);
     }
     if (p.l_out == nullptr || !live || slot != 0 || lane != 0 || blockIdx.y != 0) return;
     static_cast<Acc*>(p.l_out)[row] = shares.l;

@@ -52,9 +52,17 @@ UTILITIES = [
     *(
         (
             "util/merge.cu",
-            {"acc": "float", "part": part, "out": out, "row_warps": n, "stacked": n > 1, "tangents": tangents},
+            {
+                "acc": "float",
+                "part": part,
+                "out": out,
+                "row_warps": n,
+                "stacked": n > 1,
+                "tangents": tangents,
+                "width": w,
+            },
         )
-        for part, out, n in (("float", "__nv_bfloat16", 4), ("__half", "__half", 1))
+        for part, out, n, w in (("float", "__nv_bfloat16", 4, 1), ("__half", "__half", 1, 1), ("float", "__half", 1, 4))
         for tangents in (False, True)
     ),
 ]

@@ -1,0 +1,10 @@
+// Neighbours that are loaded and stored in one access.
+#pragma once
+#include "ptx/types.cuh"
+
+constexpr int kPackBytes = 16;  // of the widest access
+
+template <class T, int N>
+struct alignas(sizeof(T) * N < kPackBytes ? sizeof(T) * N : kPackBytes) Pack {
+    T x[N];
+};
