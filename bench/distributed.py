@@ -359,7 +359,8 @@ def simulate(counts: list[int], lengths: tuple[int, ...] = (1 << 17, 1 << 20)) -
 
 def _options(case: Case, ranks: int, rates: Rates) -> Any:
     layout = case.layout(ranks)
-    return options_of(layout, layout, visible(case.mask, case.n), case.size, rates, case.kv_heads)
+    heads = case.kv_heads
+    return options_of(layout, layout, visible(case.mask, case.n), case.size, rates, heads, heads)
 
 
 def points(arguments: Any, ranks: Ranks) -> list[Point]:

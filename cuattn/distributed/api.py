@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from cuattn.distributed.heads import Heads, part_of_heads, share
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.model import DistributedPlan
 from cuattn.distributed.request import Request
-from cuattn.distributed.walk import Arrays, BackwardWalk, ForwardWalk, Team, Walk, stages
+from cuattn.distributed.walk import Arrays, BackwardWalk, ForwardWalk, Stage, Team, Walk, stages
 from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import work_of
 from cuattn.errors import ArgumentError, ShapeError, shown
@@ -305,7 +305,7 @@ def _walk(request: Request, kind: type[Walk], dtypes: Mapping[str, Any]) -> tupl
     team = Team(comm, heads.ranks, heads.index, work, axis, trimmed)
     try:
         whole, arrays, walks = heads.whole(request.whole), heads.spread(request.arrays), []
-        count = _parts(request, arrays, max(work.lengths("row")))
+        count = _parts(request, max(work.lengths("row")), heads.inner)
         for slot in range(count):
             own, some = whole, arrays
             if count > 1:
@@ -313,20 +313,40 @@ def _walk(request: Request, kind: type[Walk], dtypes: Mapping[str, Any]) -> tupl
                 own = whole.of_heads(part.start, part.stop)
                 some = {name: part_of_heads(name, x, slot, count) for name, x in arrays.items()}
             walks.append(kind(team, own, some, request.sums))
-        plan = stages(algorithm, team.index, work.size, bool(walks[0].returned))
-        begun = [walk.begin(plan) for walk in walks]  # so that what others wait for arrives meanwhile
         made = {}
         if count > 1:
             made = {name: walks[0].xp.empty(_shape(name, arrays, whole), dtype) for name, dtype in dtypes.items()}
-        for slot, (walk, fetched) in enumerate(zip(walks, begun, strict=True)):
-            walk.run(plan, fetched)
-            found = walk.outcome(dtypes, {name: part_of_heads(name, x, slot, count) for name, x in made.items()})
+        outs = [{name: part_of_heads(name, x, slot, count) for name, x in made.items()} for slot in range(count)]
+        plan = stages(algorithm, team.index, work.size, bool(walks[0].returned))
+        found = _run(walks, plan, dtypes, outs, waits=algorithm != "gather")
     except DistributedError:
         raise
     except BaseException:  # the others wait for this rank
         comm.abort()
         raise
     return made or found, heads
+
+
+def _run(
+    walks: list[Walk], plan: Sequence[Stage], dtypes: Mapping[str, Any], outs: list[Arrays], waits: bool
+) -> Arrays:
+    """Take walks in turn, each of which fetches while the one before computes; return the results of the last.
+
+    Unless one `waits` for its last partial results, the next one computes meanwhile.
+    """
+    fetched, found, late = walks[0].begin(plan), {}, None
+    for index, walk in enumerate(walks):
+        coming = walks[index + 1].begin(plan) if index + 1 < len(walks) else None
+        ending = walk.run(plan, fetched)
+        if late is not None:
+            late()
+
+        def end(walk: Walk = walk, ending: Any = ending, out: Arrays = outs[index]) -> Arrays:
+            ending()
+            return walk.outcome(dtypes, out)
+
+        found, late, fetched = (end(), None, coming) if waits or coming is None else ({}, end, coming)
+    return found
 
 
 def _shape(name: str, arrays: Arrays, whole: Whole) -> tuple[int, ...]:
@@ -337,19 +357,16 @@ def _shape(name: str, arrays: Arrays, whole: Whole) -> tuple[int, ...]:
     return tuple(arrays[name].shape)
 
 
-def _parts(request: Request, arrays: Arrays, rows: int) -> int:
-    """Return in how many parts heads are computed: in two where partial results would take much memory.
+def _parts(request: Request, rows: int, inner: int) -> int:
+    """Return in how many parts heads are computed: as planned, or in two where partial results would take much memory.
 
     All ranks find the same, for the rank that has most rows.
     """
-    every = [arrays[name] for name in "qkv"]
-    if arrays.keys() & {"bias", "key_bias"} or request.learned or min(x.ndim for x in every) < 3:
-        return 1
-    heads, *others = (x.shape[-3] for x in every)
-    # Keys of one head would have gradients by both parts.
-    fits = heads % 2 == 0 and all(n % 2 == 0 or (n == 1 and not request.operation.replays) for n in others)
-    size = request.size.batch * heads * rows * every[2].shape[-1] * request.sums.itemsize
-    return 2 if fits and size >= _MUCH else 1
+    if request.algorithm == "gather":
+        return request.costs["gather"][0].parts
+    heads = request.size.batch * request.size.heads // inner
+    much = heads * rows * request.size.head_dim_v * request.sums.itemsize >= _MUCH
+    return 2 if much and request.slices % (2 * inner) == 0 else 1
 
 
 def _gradients(request: Request) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -13,6 +14,8 @@ from cuattn.distributed import flight
 from cuattn.distributed.comm import Comm
 from cuattn.masks.device import namespace
 from cuattn.masks.runs import Runs, kept_before, length_of
+
+_PIECE = 1 << 18  # bytes of a message, from which on a copy to send more at once takes longer
 
 
 def merged(runs: Iterable[Sequence[int]]) -> Runs:
@@ -59,7 +62,7 @@ def part(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
     places = local(whole, runs) or (slice(0, 0),)
     if len(places) == 1:
         return array[_at(array, axis, places[0])]
-    out = _like(array, axis, runs)
+    out = like(array, axis, runs)
     for source, target in zip(places, local(runs, runs), strict=True):
         dispatch.add(out[_at(out, axis, target)], array[_at(array, axis, source)])
     return out
@@ -71,7 +74,7 @@ def _at(array: Any, axis: int, place: slice) -> tuple[slice, ...]:
     return tuple(index)
 
 
-def _like(array: Any, axis: int, runs: Runs) -> Any:
+def like(array: Any, axis: int, runs: Runs) -> Any:
     """Return room for some runs of an array like this one."""
     shape = list(array.shape)
     shape[axis] = length_of(runs)
@@ -89,11 +92,37 @@ def joined(parts: Sequence[Any], runs: Sequence[Runs], axis: int) -> Any:
     if len(filled) == 1:
         return filled[0][0]
     whole = merged(run for _, mine in filled for run in mine)
-    out = _like(parts[0], axis, whole)
+    out = like(parts[0], axis, whole)
     for part, mine in filled:
-        for source, target in zip(local(mine, mine), local(whole, mine), strict=True):
-            dispatch.add(out[_at(out, axis, target)], part[_at(part, axis, source)])
+        put(out, whole, part, mine, axis)
     return out
+
+
+def put(out: Any, whole: Runs, array: Any, runs: Runs, axis: int) -> None:
+    """Copy an array, which holds some runs, to one that holds those of `whole`."""
+    for source, target in zip(local(runs, runs), local(whole, runs), strict=True):
+        dispatch.add(out[_at(out, axis, target)], array[_at(array, axis, source)])
+
+
+def pieces(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any] | None:
+    """Return some runs of an array that holds those of `whole` as views, by head and run.
+
+    None where these are small, so that one message is better: by shape, so that both ends of a message find the same.
+    """
+    lead = array.shape[: array.ndim + axis]
+    count = math.prod(lead) * len(runs)
+    if array.itemsize * math.prod((length_of(runs), *array.shape[len(lead) + 1 :])) < _PIECE * len(runs) or not count:
+        return None
+    return [array[(*index, place)] for index in np.ndindex(*lead) for place in local(whole, runs)]
+
+
+def sent(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any]:
+    """Return messages with some runs of an array: each is contiguous."""
+    found = pieces(array, whole, runs, axis)
+    if found is not None and found[0].flags.c_contiguous:
+        return found
+    copy = taken(array, whole, runs, axis)
+    return [copy] if found is None else pieces(copy, runs, runs, axis) or []
 
 
 def contiguous(array: Any) -> Any:

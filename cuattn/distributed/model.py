@@ -19,14 +19,16 @@ from cuattn.masks.base import Mask
 from cuattn.plans import Plan, readable_bytes
 
 ALGORITHMS = ("needed", "ring", "heads", "2d", "combine", "gather")
-"""In the order of preference where costs are equal; the last is used only if it is asked for."""
+"""In the order of preference where costs are equal."""
+_PARTS = (1, 2, 4, 8)
+_LAUNCH = 5e-5  # seconds by which a part more of the heads takes longer
 _WHY = {
     "needed": "each rank is sent the keys that its rows see, from their owners in turn",
     "ring": "whole shards of keys in turn",
     "heads": "an exchange gives each rank all rows and keys of some heads, and another takes the results back",
     "2d": "heads are exchanged within groups of neighbours, keys travel between the groups",
     "combine": "rows travel, and partial results return to their owners",
-    "gather": "all needed keys arrive before one local call",
+    "gather": "all needed keys of some heads arrive while those of others are computed with",
 }
 
 
@@ -127,6 +129,10 @@ class Cost:
     steps : int
     balance : float
         The largest load over the mean.
+    parts : int
+        In how many parts heads are computed, one after the other.
+    fits : bool
+        Whether no rank holds more than two shards of keys beside its own.
     """
 
     seconds: float
@@ -136,9 +142,11 @@ class Cost:
     received: float
     steps: int
     balance: float
+    parts: int = 1
+    fits: bool = True
 
 
-def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1) -> Cost:
+def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, parts: int = 1) -> Cost:
     """Return what an algorithm takes.
 
     Parameters
@@ -151,6 +159,8 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1) -
     rates : Rates
     inner : int, optional
         Ranks of a group, which exchange heads first.
+    parts : int, optional
+        Of the heads, where all keys of one part are gathered while another is computed.
     """
     ranks, axis = work.size, "row" if algorithm == "combine" else "key"
     seconds, rows = work.elements * (size.flops / inner / rates.flops), np.array(work.lengths("row"), float)
@@ -160,8 +170,9 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1) -
     islands = np.arange(ranks) * inner // max(rates.island, 1)
     links = np.where(islands[:, None] == islands, rates.link, rates.between)
     if algorithm == "gather":
-        travelling = (moved * (there + back) / links).sum(1) + rates.latency
-        ends = travelling + seconds.sum(1)
+        travelling = (moved * (there + back) / links).sum(1) + parts * rates.latency
+        hidden = (1 - 1 / parts) * travelling if rates.overlapped else 0.0  # but for the first and the last part's
+        ends = travelling - hidden + np.maximum(seconds.sum(1) + (parts - 1) * _LAUNCH, hidden)
     else:
         adding = rows * 3 * size.stays / inner / rates.memory  # a part to what there is
         ends, travelling = _timeline(seconds, adding, moved * there / links, moved.T * back / links, rates)
@@ -175,8 +186,10 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1) -
         max(total - float(loads[last]), 0.0),
         float(travelling[last]) + swap,
         float((moved.sum(1) * there + moved.sum(0) * back).max()) + exchange,
-        (1 if algorithm == "gather" else ranks) + 2 * (inner > 1),
+        (parts if algorithm == "gather" else ranks) + 2 * (inner > 1),
         float(loads.max() / loads.mean()) if loads.any() else 1.0,
+        parts,
+        algorithm != "gather" or min(parts, 2) * (ranks - 1) <= 2 * parts,
     )
 
 
@@ -297,7 +310,7 @@ Options = dict[str, tuple[Cost, int]]
 
 @lru_cache(maxsize=64)  # asked for in every call
 def options_of(
-    rows: Layout, keys: Layout, visible: Mask | None, size: Size, rates: Rates, grouped_heads: int
+    rows: Layout, keys: Layout, visible: Mask | None, size: Size, rates: Rates, grouped_heads: int, slices: int = 1
 ) -> Options:
     """Return what every algorithm takes that a call can be computed by.
 
@@ -310,6 +323,8 @@ def options_of(
     rates : Rates
     grouped_heads : int
         A number that ranks that exchange heads must divide.
+    slices : int, optional
+        A number that parts of heads that are computed in turn must divide.
     """
     ranks, found = rows.size, {}
     inner = dict.fromkeys(ALGORITHMS, 1) | {"heads": ranks}
@@ -319,12 +334,14 @@ def options_of(
         if name in ("heads", "2d") and (group == 1 or grouped_heads % group):
             continue
         work = work_of(grouped(rows, group), grouped(keys, group), visible)
-        found[name] = cost(name, work, size, rates, group), group
+        parts = [n for n in _PARTS if slices % n == 0] if name == "gather" else [1]
+        costs = [cost(name, work, size, rates, group, n) for n in parts]
+        found[name] = min(costs, key=lambda each: (not each.fits, each.seconds)), group
     return found
 
 
 def least(options: Options) -> str:
     """Return the algorithm that takes least; of those that differ by a fiftieth the first."""
-    names = [name for name in options if name != "gather"]
+    names = [name for name in options if options[name][0].fits]
     best = min(options[name][0].seconds for name in names)
     return next(name for name in names if options[name][0].seconds <= 1.02 * best)

@@ -28,7 +28,7 @@ from cuattn.problem import DTYPES, Operation, Options, Origin, check_axes, check
 from cuattn.rng import BLOCK, RNGState, recorded, resolve, threshold
 
 _memo = lru_cache(maxsize=64)(lambda *call: [])  # of calls that were in order
-_SETTLED = ("rows", "keys", "whole", "size", "costs", "algorithm", "learned", "made")  # what it keeps of them
+_SETTLED = ("rows", "keys", "whole", "size", "slices", "costs", "algorithm", "learned", "made")  # what is kept
 _LOOKED_AT = ("bias", "dlse", "score", "out", "rng")  # settings of calls that are looked at anew
 _OWN = ("mask", "bias", "origin", "out", "rng", "dlse", "score_args")  # settings that parts are not given as they are
 
@@ -282,7 +282,8 @@ class Request:
         self.size = Size(self.operation.replays, math.prod(batch), *heads, *dims, *bytes)
         rates = rates_of(self.home.backend, bytes[0], getattr(self.comm, "local_size", self.comm.size))
         shared = math.gcd(*heads) if own <= set(heads) else 1
-        self.costs = options_of(self.rows, self.keys, self.whole.visible, self.size, rates, shared)
+        self.slices = 1 if self.bias is not None or self.learned else shared  # parts that heads can be computed in
+        self.costs = options_of(self.rows, self.keys, self.whole.visible, self.size, rates, shared, self.slices)
         self.algorithm = asked or least(self.costs)
         if self.algorithm not in self.costs:
             expected = (

@@ -12,13 +12,13 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuattn import dispatch
 from cuattn.api import gradients
-from cuattn.distributed.arrays import joined, local, merged, part, taken
+from cuattn.distributed.arrays import like, local, merged, pieces, put, sent, taken
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout
@@ -32,6 +32,18 @@ Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Sources and clients of a rank, among those that share an axis."""
 
 Arrays = dict[str, Any]
+
+Partial = tuple[Arrays, Runs, Runs]
+"""Partial results, the runs that they hold, and those that are of one source."""
+
+
+class Arrived(NamedTuple):
+    """What a stage computes with: by source the runs that it sent; all of them, in ascending order; and the arrays."""
+
+    runs: dict[int, Runs]
+    every: Runs
+    arrays: Arrays
+
 
 OF_ROWS, OF_KEYS = ("q", "do", "o", "l", "m", "dlse", "bias"), ("k", "v")
 """What is dealt out with rows and with keys; gradients go by the names of their operands."""
@@ -164,43 +176,76 @@ class Walk(ABC):
         """Begin to fetch for the first stage; return what waits for that."""
         return self._start(plan[0], None)
 
-    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> None:
-        """Walk through all stages, given what :meth:`begin` returned."""
+    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> Callable[[], Any]:
+        """Walk through all stages, given what :meth:`begin` returned; return what waits for the last results."""
         back = None
         for stage, following in itertools.zip_longest(plan, plan[1:]):
             arrived = fetched()
             fetched = self._start(following, back)
             back = stage, self._stage(arrived)
         fetched()
-        self._start(None, back)()
+        return self._start(None, back)
 
-    def _start(self, stage: Stage | None, back: tuple[Stage, dict[int, Arrays]] | None) -> Callable[[], Any]:
+    def _start(self, stage: Stage | None, back: tuple[Stage, dict[int, Partial]] | None) -> Callable[[], Any]:
         """Begin to fetch for a stage and to return partial results of another; return what waits for both."""
-        team, me, sends, recvs, results = self.team, self.team.index, [], [], []
-        arrived: dict[int, Arrays] = {}
-        sources, clients = stage or ((), ())
-        for client in clients:
+        team, me = self.team, self.team.index
+        sends = self._sends(stage, {} if back is None else back[1])
+        arrived, recvs, later = self._rooms({source: team.sent(source, me) for source in stage[0]} if stage else {})
+        results = []
+        for client in back[0][1] if back and self.returned else ():
             if client != me and (runs := team.sent(me, client)):
-                sends += [(client, array) for array in self._packed(client, runs).values()]
-        for source in sources:
-            if runs := team.sent(source, me):
-                arrived[source] = self._packed(me, runs) if source == me else self._room(self.moving, runs, me)
-                recvs += [(source, array) for array in arrived[source].values()]
-        (_, clients), partial = back or (((), ()), {})
-        sends += [(source, array) for source, arrays in partial.items() for array in arrays.values()]
-        for client in clients if self.returned else ():
-            if client != me and (runs := team.sent(me, client)):
-                results.append((client, runs, self._room(self.returned, runs, client, self.sums)))
-                recvs += [(client, array) for array in results[-1][2].values()]
+                results.append((client, runs, {name: self._room(name, runs, client) for name in self.returned}))
+        for client, runs, rooms in results:
+            for name, room in rooms.items():
+                recvs += [(client, message) for message in pieces(room, runs, runs, axis_of(name)) or [room]]
         wait = start(team.comm, *([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, recvs)))
 
-        def finish() -> dict[int, Arrays]:
+        def finish() -> Arrived | None:
             wait()
+            for copied in later:
+                put(*copied)
             for client, runs, arrays in results:
                 self.accept(arrays, *self._part(runs, team.layout("key").rows(client)))
             return arrived
 
         return finish
+
+    def _sends(self, stage: Stage | None, partial: dict[int, Partial]) -> list[tuple[int, Any]]:
+        """Return the messages to clients of a stage, and those with partial results to their sources."""
+        team, sends = self.team, []
+        for client in stage[1] if stage else ():
+            if client != team.index and (runs := team.sent(team.index, client)):
+                for name in self.moving:
+                    messages = sent(self._moved(name, client), team.own(team.axis), runs, axis_of(name))
+                    sends += [(client, message) for message in messages]
+        for source, (arrays, every, mine) in partial.items():
+            for name, array in arrays.items():
+                sends += [(source, message) for message in sent(array, every, mine, axis_of(name))]
+        return sends
+
+    def _rooms(self, runs: dict[int, Runs]) -> tuple[Arrived | None, list[tuple[int, Any]], list[Any]]:
+        """Return what a stage computes with, once messages have arrived, and what is to be copied then."""
+        me, runs, recvs, later = self.team.index, {source: mine for source, mine in runs.items() if mine}, [], []
+        if not runs:
+            return None, recvs, later
+        every, arrays = merged(run for mine in runs.values() for run in mine), {}
+        for name in self.moving:
+            own, axis = self._moved(name, me), axis_of(name)
+            if [*runs] == [me]:
+                arrays[name] = own
+                continue
+            room = arrays[name] = like(own, axis, every)
+            for source, mine in runs.items():
+                if source == me:
+                    put(room, every, own, mine, axis)
+                    continue
+                messages = pieces(room, every, mine, axis)
+                if messages is None:
+                    whole = room if mine == every else like(own, axis, mine)
+                    later += [(room, every, whole, mine, axis)] * (whole is not room)
+                    messages = [whole]
+                recvs += [(source, message) for message in messages]
+        return Arrived(runs, every, arrays), recvs, later
 
     def _part(self, runs: Runs, keys: Runs | None = None) -> tuple[Runs, Runs]:
         """Return rows and keys of a part, given those that travel; of rows that travel, with which keys."""
@@ -208,50 +253,37 @@ class Walk(ABC):
             return self.team.own("row"), runs
         return runs, self.team.own("key") if keys is None else keys
 
-    def _packed(self, client: int, runs: Runs) -> Arrays:
-        """Return what of this rank's arrays a client, or itself, computes with."""
-        found = {}
-        for name in self.moving:
-            array = self.arrays[name]
-            if name == "bias":
-                array = self.whole.bias(self.arrays, self.team.layout("key").rows(client))
-            cut = part if client == self.team.index else taken  # messages are contiguous
-            found[name] = cut(array, self.team.own(self.team.axis), runs, axis_of(name))
-        return found
+    def _moved(self, name: str, client: int) -> Any:
+        """Return this rank's own of what travels, for a client or itself."""
+        return (
+            self.whole.bias(self.arrays, self.team.layout("key").rows(client)) if name == "bias" else self.arrays[name]
+        )
 
-    def _room(self, names: Sequence[str], runs: Runs, client: int, dtype: Any = None) -> Arrays:
-        """Return arrays for what travels to a client, or, of `dtype`, comes back from it."""
-        found = {}
-        for name in names:
-            shape = list(self.shapes[name])
-            if name == "bias" and shape[-1] > 1:
-                shape[-1] = self.team.layout("key").lengths[client]
-            shape[axis_of(name)] = length_of(runs)
-            found[name] = self.xp.empty(shape, dtype or self.arrays[name].dtype)
-        return found
+    def _room(self, name: str, runs: Runs, client: int) -> Any:
+        """Return an array for partial sums that come back from a client."""
+        shape = list(self.shapes[name])
+        if name == "bias" and shape[-1] > 1:
+            shape[-1] = self.team.layout("key").lengths[client]
+        shape[axis_of(name)] = length_of(runs)
+        return self.xp.empty(shape, self.sums)
 
-    def _stage(self, arrived: dict[int, Arrays]) -> dict[int, Arrays]:
+    def _stage(self, arrived: Arrived | None) -> dict[int, Partial]:
         """Compute with what arrived; return what goes back, by source."""
         team, back = self.team, {}
-        if not arrived:
+        if arrived is None:
             return back
-        runs = {source: team.sent(source, team.index) for source in arrived}
-        every = merged(run for mine in runs.values() for run in mine)
-        moved = {
-            name: joined([arrays[name] for arrays in arrived.values()], list(runs.values()), axis_of(name))
-            for name in self.moving
-        }
-        arrived.clear()
+        runs, every, moved = arrived
         rows, keys = self._part(every)
         bias = moved["bias"] if "bias" in moved else self.whole.bias(self.arrays, keys)
         found = self.compute({**self.arrays, **moved}, bias, self.whole.part(rows, keys))
         self.accept({name: x for name, x in found.items() if name not in self.returned}, rows, keys)
-        for source, mine in runs.items() if self.returned else ():
-            results = {name: taken(found[name], every, mine, axis_of(name)) for name in self.returned}
+        returned = {name: found[name] for name in self.returned}
+        for source, mine in runs.items() if returned else ():
             if source == team.index:
-                self.accept(results, *self._part(mine))
+                own = {name: taken(x, every, mine, axis_of(name)) for name, x in returned.items()}
+                self.accept(own, *self._part(mine))
             else:
-                back[source] = results
+                back[source] = returned, every, mine
         return back
 
 
@@ -266,18 +298,23 @@ class ForwardWalk(Walk):
         self._late: Arrays = {}
         self._out_dtype: Any = self.sums
 
-    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> None:
-        """Walk through all stages, given what :meth:`begin` returned."""
+    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> Callable[[], Any]:
+        """Walk through all stages, given what :meth:`begin` returned; return what waits for the last results."""
         team = self.team
         visited = [stage for stage in plan if any(team.sent(source, team.index) for source in stage[0])]
         if team.axis == "key" and len(visited) < 2:
             self._out_dtype = self.whole.options.get("out_dtype")  # nothing will be merged
-        super().run(plan, fetched)
-        if not self._total:  # nothing is visible
-            nothing = {name: self.arrays[name][..., :0, :] for name in "kv"}
-            bias, options = self.whole.bias(self.arrays, ()), self.whole.part(team.own("row"), ())
-            found = self.compute({**self.arrays, **nothing}, bias, options)
-            self.accept(found, team.own("row"), ())
+        ending = super().run(plan, fetched)
+
+        def end() -> None:
+            ending()
+            if not self._total:  # nothing is visible
+                nothing = {name: self.arrays[name][..., :0, :] for name in "kv"}
+                bias, options = self.whole.bias(self.arrays, ()), self.whole.part(team.own("row"), ())
+                found = self.compute({**self.arrays, **nothing}, bias, options)
+                self.accept(found, team.own("row"), ())
+
+        return end
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return o, l and m of a part."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn import distributed, masks
-from cuattn.distributed import DistributedError, Layout, api, connect, spawn
+from cuattn.distributed import DistributedError, Layout, api, arrays, connect, spawn
 from cuattn.errors import ArgumentError
 from tests.distributed.layouts import layouts, run
 from tests.strategies import cases, normal
@@ -31,8 +31,16 @@ def dealt(data, case, size):
 @given(data=st.data(), case=cases(), size=st.integers(2, 4), algorithm=st.sampled_from(ALGORITHMS))
 def test_any_split_matches_the_oracle(data, case, size, algorithm):
     rows, keys = dealt(data, case, size)
-    with mock.patch.object(api, "_MUCH", data.draw(st.sampled_from((0, 1 << 30)))):
+    piece = mock.patch.object(arrays, "_PIECE", data.draw(st.sampled_from((1, 1 << 30))))
+    with piece, in_parts(data.draw(st.sampled_from((1, 2)))):
         matches_the_oracle(case, size, algorithm, rows, keys)
+
+
+def in_parts(count):
+    """Compute heads in so many parts, where they can be."""
+    return mock.patch.object(
+        api, "_parts", lambda request, rows, inner: 1 if request.slices % (count * inner) else count
+    )
 
 
 def matches_the_oracle(case, size, algorithm, rows, keys):
@@ -84,22 +92,22 @@ def together(comm, arrays, layout, options, **more):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("algorithm", [None, "needed", "combine", "heads"])
+@pytest.mark.parametrize("algorithm", [None, "needed", "combine", "heads", "gather"])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_functions_and_dropout(name, algorithm, parts, monkeypatch):
     """Results are those of one device: the same elements are seen and kept, heads and indices are global."""
-    monkeypatch.setattr(api, "_MUCH", 0 if parts == 2 else 1 << 30)
-    options, arrays = dict(MASKS[name]), problem()
+    monkeypatch.setattr(arrays, "_PIECE", 1 if parts == 2 else 1 << 30)
+    options, given = dict(MASKS[name]), problem()
     learned = np.array([0.1, -0.1, 0.2, 0.0], np.float32)
     if name == "score":
         options["score_args"] = (learned,)
-    fwd = cuattn.forward(*arrays[:3], enable_gqa=True, **options)
+    fwd = cuattn.forward(*given[:3], enable_gqa=True, **options)
     replayed = {key: x for key, x in options.items() if key != "rng"}
-    grads = cuattn.backward(arrays[3], *arrays[:3], fwd, enable_gqa=True, **replayed)
+    grads = cuattn.backward(given[3], *given[:3], fwd, enable_gqa=True, **replayed)
     layout = Layout.zigzag(N, 2)
-    for whole, made, dscore in spawn(
-        lambda comm: together(comm, arrays, layout, options, algorithm=algorithm), ranks=2
-    ):
+    with in_parts(parts):
+        found = spawn(lambda comm: together(comm, given, layout, options, algorithm=algorithm), ranks=2)
+    for whole, made, dscore in found:
         for one, other in zip((*whole, *made, *dscore), (*fwd[:3], *grads[:3], *grads.dscore), strict=True):
             np.testing.assert_allclose(one, other, atol=3e-5, rtol=1e-4)
 
