@@ -22,6 +22,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -129,8 +130,8 @@ def cases(lengths: dict[int, tuple[tuple[int, int], ...]]) -> list[Case]:
 class Ranks:
     """The ranks that measure: a launcher's, of which rank 0 keeps the file, or threads, started for each case."""
 
-    def __init__(self, comm: Any, device: str) -> None:
-        self.comm, self.device = comm, device
+    def __init__(self, comm: Any, device: str, peers: Sequence[str] = tuple(PEERS)) -> None:
+        self.comm, self.device, self._peers = comm, device, tuple(peers)
         self.xp = harness.namespace(device)
         gpus = self.xp.cuda.runtime.getDeviceCount() if device == "cuda" else 0
         self.size = comm.size if comm.size > 1 else max(gpus, 2)
@@ -154,7 +155,7 @@ class Ranks:
 
     def peers(self, case: Case) -> tuple[str, ...]:
         """Return the peers that are timed beside a case: those of a process group, which have the ranks to run on."""
-        return tuple(PEERS) if isinstance(self.comm, OfProcessGroup) and case.n < LONG else ()
+        return self._peers if isinstance(self.comm, OfProcessGroup) and case.n < LONG else ()
 
     def finish(self) -> None:
         """Let the others go."""
@@ -374,7 +375,10 @@ def points(arguments: Any, ranks: Ranks) -> list[Point]:
 
 def main() -> None:
     """Measure, or simulate."""
-    more = {"--simulate": dict(nargs="*", type=int, metavar="GPUS", help="print the model's table and stop")}
+    more = {
+        "--simulate": dict(nargs="*", type=int, metavar="GPUS", help="print the model's table and stop"),
+        "--peers": dict(nargs="*", choices=PEERS, default=PEERS, help="beside which, under torchrun; by default all"),
+    }
     arguments = harness.parser(__doc__, "distributed", more).parse_args()
     if arguments.simulate is not None:
         return simulate(arguments.simulate or [2, 4, 8, 16, 64, 256, 1024])
@@ -392,7 +396,7 @@ def main() -> None:
     elif arguments.device == "cuda":
         harness.namespace("cuda")  # so that processes take a GPU each
     with connect(group) as comm:
-        ranks = Ranks(comm, arguments.device)
+        ranks = Ranks(comm, arguments.device, arguments.peers)
         if group is None:
             print("peers are skipped: they need the process group that torchrun starts")
         if comm.rank:

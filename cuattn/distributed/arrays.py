@@ -15,7 +15,7 @@ from cuattn.distributed.comm import Comm
 from cuattn.masks.device import namespace
 from cuattn.masks.runs import Runs, kept_before, length_of
 
-_PIECE = 1 << 18  # bytes of a message, from which on a copy to send more at once takes longer
+_PIECE = 1 << 21  # bytes of a message, from which on a copy, to send more at once, takes longer than to ask for more
 
 
 def merged(runs: Iterable[Sequence[int]]) -> Runs:

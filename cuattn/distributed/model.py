@@ -22,6 +22,7 @@ ALGORITHMS = ("needed", "ring", "heads", "2d", "combine", "gather")
 """In the order of preference where costs are equal."""
 _PARTS = (1, 2, 4, 8)
 _LAUNCH = 5e-5  # seconds by which a part more of the heads takes longer
+_SHORTER = 0.03  # by how much longer a GPU computes with some keys after the other: rows begin and end, unrounded
 _WHY = {
     "needed": "each rank is sent the keys that its rows see, from their owners in turn",
     "ring": "whole shards of keys in turn",
@@ -175,7 +176,8 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
         ends = travelling - hidden + np.maximum(seconds.sum(1) + (parts - 1) * _LAUNCH, hidden)
     else:
         adding = rows * 3 * size.stays / inner / rates.memory  # a part to what there is
-        ends, travelling = _timeline(seconds, adding, moved * there / links, moved.T * back / links, rates)
+        longer = 1 + _SHORTER * (rates.overlapped and ranks > 1)
+        ends, travelling = _timeline(seconds * longer, adding, moved * there / links, moved.T * back / links, rates)
     exchange = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner * (inner - 1) / inner
     swap = exchange / rates.link + 2 * rates.latency if inner > 1 else 0.0
     last, loads = int(ends.argmax()), seconds.sum(1)

@@ -100,7 +100,7 @@ def on_ranks(rank, store):
     comm = connect(torch.distributed.group.WORLD, timeout=20.0)
     for direction in ("forward", "backward"):
         found = distributed.together(comm, Case("causal", n, 4, 2, direction), "cpu", 0.0)
-        assert 0 < found["extra_share"] < 3  # of a toy, whose tables of masks count
+        assert 0 < found["extra_share"] < 6  # of a toy, whose tables of masks count
     torch.distributed.destroy_process_group()
 
 
