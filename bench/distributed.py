@@ -217,7 +217,7 @@ def together(comm: Any, case: Case, device: str, seconds: float) -> dict[str, An
 
     plan = distributed.plan(q, k, v, direction=case.direction, **placing, **options)
     spent = samples(call, comm, device, seconds, case.n)
-    found = {"samples": spent, "algorithm": plan.algorithm, "balance": plan.balance, "received": plan.bytes}
+    found = {"samples": spent, "chosen": plan.algorithm, "balance": plan.balance, "received": plan.bytes}
     if device == "cpu" and isinstance(comm, ThreadComm):
         return found  # memory is told of all threads together
     one = Calls(q, k, v, do, out_dtype=np.float32, dropout_p=case.dropout, **first, **exact)
@@ -301,7 +301,7 @@ def measure(ranks: Ranks, arguments: Any, case: Case) -> dict[str, dict[str, Any
     rates = Rates(
         elements * flops / one, link_rate, link_rate, rates.memory, rates.latency, ranks.size, rates.overlapped
     )
-    predicted = predict(case, ranks.size, rates, found["algorithm"])
+    predicted = predict(case, ranks.size, rates, found["chosen"])
     about = {"problem": case._asdict(), "ranks": ranks.size}
     rows = {
         "cuattn-1": {**about, **harness.timing.timed(single)},
@@ -367,8 +367,13 @@ def _options(case: Case, ranks: int, rates: Rates) -> Any:
 def points(arguments: Any, ranks: Ranks) -> list[Point]:
     """Return what to measure."""
     runners = ("cuattn-1", f"cuattn-{ranks.size}")
+    table = "distributed-peers" if isinstance(ranks.comm, OfProcessGroup) else "distributed"
     return [
-        Point(case.name, (*runners, *ranks.peers(case)), functools.partial(measure, ranks, arguments, case))
+        Point(
+            case.name.replace("distributed", table, 1),
+            (*runners, *ranks.peers(case)),
+            functools.partial(measure, ranks, arguments, case),
+        )
         for case in cases(TINY if arguments.tiny else LENGTHS)
     ]
 

@@ -187,6 +187,9 @@ VARIABLES = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": Variable("measurements", "set to 1 unless you set it: a rival's cache"),
     "RANK": Variable("measurements", "set by `torchrun`: a rival's ranks are measured beside"),
     "LOCAL_RANK": Variable("measurements", "set by `torchrun`: the rank's GPU"),
+    "TORCH_NCCL_HIGH_PRIORITY": Variable(
+        "measurements", "set to 1 unless you set it: messages of PyTorch's ranks begin before what fills a GPU"
+    ),
 }
 _READERS = {"users": "cuattn", "tests": "tests", "measurements": "bench"}
 

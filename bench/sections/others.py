@@ -117,6 +117,41 @@ def memory(rows):
     return rows.set_index("runner")[["thread"]]
 
 
+def named(rows):
+    """Return rows of ranks with their problem in words."""
+    heads = rows["heads"].astype(int).astype(str) + "/" + rows["kv_heads"].astype(int).astype(str)
+    kinds = rows["mask"].str.replace("_", " ") + rows["exact"].map({True: ", deterministic"}).fillna("")
+    return rows.assign(mask=kinds, n=rows["n"].astype(int), heads=heads)
+
+
+def ranks(rows):
+    """Return the efficiency of several GPUs, a line per problem."""
+    found = named(rows.dropna(subset="efficiency"))
+    return found.pivot_table("efficiency", ["mask", "n", "heads"], "direction", sort=False)
+
+
+def ranks_of_all(rows):
+    """Return a line per case of several GPUs."""
+    one, found = rows[rows["runner"] == "cuattn-1"].set_index("case")["ms"], named(rows.dropna(subset="efficiency"))
+    return pd.DataFrame({
+        **{name: found[name] for name in ("mask", "n", "heads", "direction")},
+        "ms of one GPU": found["case"].map(one),
+        "ms of all": found["ms"],
+        "efficiency": found["efficiency"],
+        "algorithm": found["chosen"],
+        "modelled time over measured": 1 + found["predicted_off"],
+        "memory, of what is allowed": found["extra_share"],
+    })  # fmt: skip
+
+
+def beside_ranks(rows):
+    """Return how many times the time of cuattn others take on the same ranks."""
+    ours = rows.dropna(subset="efficiency").set_index("case")["ms"]
+    found = named(rows[~rows["ours"]])
+    found = found.assign(times=found["ms"] / found["case"].map(ours))
+    return found.pivot_table("times", ["mask", "n", "heads", "direction"], "runner", sort=False)
+
+
 SECTIONS = {
     "training": Section(
         "End to end: a small Llama on packed documents (FlashMask, sections 5.1 and 5.2)",
@@ -135,6 +170,23 @@ SECTIONS = {
         "A Llama in bfloat16, 2 layers, 16 heads of 64, 4 of keys, 2 x 4,096 random tokens; AdamW.  Of packed "
         "documents PyTorch is given a dense mask, cuattn a column mask.",
         table=finetune,
+    ),
+    "distributed": Section(
+        "Two GPUs: half of one's time over theirs",
+        ("distributed",),
+        ("distributed",),
+        "Head dimension 128, bfloat16; query and key heads.  By mpiexec, a process for each GPU, messages by NCCL; "
+        "both GPUs are busy while one's time is taken, of which the longer counts.",
+        table=ranks,
+        details=ranks_of_all,
+    ),
+    "distributed_peers": Section(
+        "Two GPUs: the time of others over cuattn's",
+        ("distributed",),
+        ("distributed-peers",),
+        "By torchrun, messages by PyTorch's NCCL for all.  Ulysses, written by hand, exchanges heads for rows around "
+        "PyTorch's attention or FlashAttention-3; PyTorch's own context parallel takes full and causal masks.",
+        table=beside_ranks,
     ),
     "denoise": Section(
         "Not only transformers: non-local means as attention",

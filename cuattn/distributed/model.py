@@ -18,11 +18,12 @@ from cuattn.distributed.work import Work, work_of
 from cuattn.masks.base import Mask
 from cuattn.plans import Plan, readable_bytes
 
-ALGORITHMS = ("needed", "ring", "heads", "2d", "combine", "gather")
+ALGORITHMS = ("needed", "gather", "ring", "heads", "2d", "combine")
 """In the order of preference where costs are equal."""
 _PARTS = (1, 2, 4, 8)
-_LAUNCH = 5e-5  # seconds by which a part more of the heads takes longer
-_SHORTER = 0.03  # by how much longer a GPU computes with some keys after the other: rows begin and end, unrounded
+# Of a GPU and its host: seconds between two launches, and of a host's step; what a tile of rows has, for one of so many
+# multiprocessors; and how much longer some keys after the other take than all at once, as rows begin and end unrounded.
+_LAUNCH, _HOST, _TILE, _MULTIPROCESSORS, _SHORTER = 5e-5, 2.5e-4, 128, 132, 0.03
 _WHY = {
     "needed": "each rank is sent the keys that its rows see, from their owners in turn",
     "ring": "whole shards of keys in turn",
@@ -173,7 +174,9 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     if algorithm == "gather":
         travelling = (moved * (there + back) / links).sum(1) + parts * rates.latency
         hidden = (1 - 1 / parts) * travelling if rates.overlapped else 0.0  # but for the first and the last part's
-        ends = travelling - hidden + np.maximum(seconds.sum(1) + (parts - 1) * _LAUNCH, hidden)
+        # At the end of each part multiprocessors wait for the last tile of rows, half of its time in the mean.
+        tile = seconds.sum(1) * _TILE * _MULTIPROCESSORS / np.maximum(rows * size.batch * size.heads, 1)
+        ends = travelling - hidden + np.maximum(seconds.sum(1) + (parts - 1) * (tile / 2 + _LAUNCH), hidden)
     else:
         adding = rows * 3 * size.stays / inner / rates.memory  # a part to what there is
         longer = 1 + _SHORTER * (rates.overlapped and ranks > 1)
@@ -181,14 +184,15 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     exchange = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner * (inner - 1) / inner
     swap = exchange / rates.link + 2 * rates.latency if inner > 1 else 0.0
     last, loads = int(ends.argmax()), seconds.sum(1)
-    total = float(ends[last]) + swap
+    steps_of_all = (parts if algorithm == "gather" else ranks) + 2 * (inner > 1)
+    total = max(float(ends[last]) + swap, _HOST * (2 + steps_of_all) if rates.overlapped else 0.0)
     return Cost(
         total,
         float(loads[last]),
         max(total - float(loads[last]), 0.0),
         float(travelling[last]) + swap,
         float((moved.sum(1) * there + moved.sum(0) * back).max()) + exchange,
-        (parts if algorithm == "gather" else ranks) + 2 * (inner > 1),
+        steps_of_all,
         float(loads.max() / loads.mean()) if loads.any() else 1.0,
         parts,
         algorithm != "gather" or min(parts, 2) * (ranks - 1) <= 2 * parts,
@@ -343,7 +347,7 @@ def options_of(
 
 
 def least(options: Options) -> str:
-    """Return the algorithm that takes least; of those that differ by a fiftieth the first."""
-    names = [name for name in options if options[name][0].fits]
-    best = min(options[name][0].seconds for name in names)
-    return next(name for name in names if options[name][0].seconds <= 1.02 * best)
+    """Return the algorithm that takes least; of those that differ by a hundredth the one with least traffic."""
+    costs = {name: cost for name, (cost, _) in options.items() if cost.fits}
+    best = min(cost.seconds for cost in costs.values())
+    return min((name for name in costs if costs[name].seconds <= 1.01 * best), key=lambda name: costs[name].received)
