@@ -181,8 +181,10 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
         adding = rows * 3 * size.stays / inner / rates.memory  # a part to what there is
         longer = 1 + _SHORTER * (rates.overlapped and ranks > 1)
         ends, travelling = _timeline(seconds * longer, adding, moved * there / links, moved.T * back / links, rates)
-    exchange = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner * (inner - 1) / inner
-    swap = exchange / rates.link + 2 * rates.latency if inner > 1 else 0.0
+    held = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner
+    exchange = held * (inner - 1) / inner
+    copied = 4 * held / rates.memory  # read and written as heads are taken out, and as rows are put together
+    swap = exchange / rates.link + copied + 2 * rates.latency if inner > 1 else 0.0
     last, loads = int(ends.argmax()), seconds.sum(1)
     steps_of_all = (parts if algorithm == "gather" else ranks) + 2 * (inner > 1)
     total = max(float(ends[last]) + swap, _HOST * (2 + steps_of_all) if rates.overlapped else 0.0)
