@@ -15,7 +15,7 @@ from cuattn.distributed.comm import Comm
 from cuattn.masks.device import namespace
 from cuattn.masks.runs import Runs, kept_before, length_of
 
-_PIECE = 1 << 21  # bytes of a message, from which on a copy, to send more at once, takes longer than to ask for more
+_PIECE = 1 << 21  # bytes of a message from which on it is sent as it lies: copying many into one would take longer
 
 
 def merged(runs: Iterable[Sequence[int]]) -> Runs:
@@ -116,8 +116,8 @@ def pieces(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any] | None:
     return [array[(*index, place)] for index in np.ndindex(*lead) for place in local(whole, runs)]
 
 
-def sent(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any]:
-    """Return messages with some runs of an array: each is contiguous."""
+def messages(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any]:
+    """Return the messages that take some runs of an array to another rank: each is contiguous."""
     found = pieces(array, whole, runs, axis)
     if found is not None and found[0].flags.c_contiguous:
         return found

@@ -112,7 +112,9 @@ class Alone(Closing):
         """Do nothing: nobody waits."""
 
 
-_AWAKE = 2e-4  # seconds that a wait gives its core to others only if there are any, as a pause is never that short
+_AWAKE = (
+    2e-4  # seconds that a wait does not sleep, but lets others have its core: the shortest sleep takes half as long
+)
 
 
 class Deadline:

@@ -18,7 +18,7 @@ import numpy as np
 
 from cuattn import dispatch
 from cuattn.api import gradients
-from cuattn.distributed.arrays import like, local, merged, pieces, put, sent, taken
+from cuattn.distributed.arrays import like, local, merged, messages, pieces, put, taken
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout
@@ -197,7 +197,7 @@ class Walk(ABC):
                 results.append((client, runs, {name: self._room(name, runs, client) for name in self.returned}))
         for client, runs, rooms in results:
             for name, room in rooms.items():
-                recvs += [(client, message) for message in pieces(room, runs, runs, axis_of(name)) or [room]]
+                recvs += [(client, x) for x in pieces(room, runs, runs, axis_of(name)) or [room]]
         wait = start(team.comm, *([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, recvs)))
 
         def finish() -> Arrived | None:
@@ -216,11 +216,11 @@ class Walk(ABC):
         for client in stage[1] if stage else ():
             if client != team.index and (runs := team.sent(team.index, client)):
                 for name in self.moving:
-                    messages = sent(self._moved(name, client), team.own(team.axis), runs, axis_of(name))
-                    sends += [(client, message) for message in messages]
+                    array = self._moved(name, client)
+                    sends += [(client, x) for x in messages(array, team.own(team.axis), runs, axis_of(name))]
         for source, (arrays, every, mine) in partial.items():
             for name, array in arrays.items():
-                sends += [(source, message) for message in sent(array, every, mine, axis_of(name))]
+                sends += [(source, x) for x in messages(array, every, mine, axis_of(name))]
         return sends
 
     def _rooms(self, runs: dict[int, Runs]) -> tuple[Arrived | None, list[tuple[int, Any]], list[Any]]:
@@ -239,12 +239,11 @@ class Walk(ABC):
                 if source == me:
                     put(room, every, own, mine, axis)
                     continue
-                messages = pieces(room, every, mine, axis)
-                if messages is None:
-                    whole = room if mine == every else like(own, axis, mine)
-                    later += [(room, every, whole, mine, axis)] * (whole is not room)
-                    messages = [whole]
-                recvs += [(source, message) for message in messages]
+                expected = pieces(room, every, mine, axis)
+                if expected is None:
+                    expected = [room if mine == every else like(own, axis, mine)]
+                    later += [(room, every, expected[0], mine, axis)] * (mine != every)
+                recvs += [(source, x) for x in expected]
         return Arrived(runs, every, arrays), recvs, later
 
     def _part(self, runs: Runs, keys: Runs | None = None) -> tuple[Runs, Runs]:
