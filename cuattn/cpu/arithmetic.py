@@ -91,8 +91,9 @@ def is_finite(*arrays: ndarray) -> bool:
 
 def is_for_blas(array: ndarray) -> bool:
     """Whether matmul hands matrices (..., n, m) to BLAS as they are; others it multiplies in loops, to other bits."""
-    step, item = array.strides[-2], array.itemsize
-    return array.flags.aligned and array.strides[-1] == item and step >= array.shape[-1] * item and not step % item
+    *_, step, item = array.strides
+    fits = item == array.itemsize and step >= array.shape[-1] * item and not step % item
+    return fits and array.flags.aligned
 
 
 def product(weights: ndarray, data: ndarray, out: ndarray, *, careful: bool) -> ndarray:

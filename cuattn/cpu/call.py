@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -153,9 +154,20 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
 
 def _wanted(problem: Problem, operands: Arrays, pairs: Pairs | None) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return the shapes and dtypes of the results, by name."""
+    if not OPERATIONS[problem.operation].replays:
+        return _of_forward(problem)
     made = OPERATIONS[problem.operation].made(problem, operands)
     if pairs is not None and not pairs.learned:
         made.pop("dbias", None)
+    return _aligned(problem, made)
+
+
+@lru_cache(maxsize=256)
+def _of_forward(problem: Problem) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    return _aligned(problem, OPERATIONS[problem.operation].made(problem, {}))
+
+
+def _aligned(problem: Problem, made: dict[str, Any]) -> dict[str, Any]:
     aligned = dict.fromkeys(("o", "to", "ddo"), problem.o_shape) | dict.fromkeys(OF_ROWS, problem.stat_shape)
     return {name: (aligned.get(name, shape), dtype) for name, (shape, dtype) in made.items()}
 

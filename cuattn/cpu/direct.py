@@ -156,7 +156,7 @@ class Direct:
 
     def _operand(self, name: str, array: ndarray) -> ndarray:
         part = self.take(name, array).astype(self.dtype, copy=False)
-        return part if name.endswith("bias") or is_for_blas(part) else part.copy()
+        return part if name[-1] not in "kv" or is_for_blas(part) else part.copy()  # of rows see `rows_of`
 
     def take(self, name: str, array: ndarray) -> ndarray:
         """Return the part of an array, whose leading axes may be 1, that belongs to the batch."""

@@ -7,7 +7,7 @@ used, so whatever already controls NumPy (OPENBLAS_NUM_THREADS, ``threadpoolctl.
 
 import os
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -86,7 +86,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed, self._aborted = threading.Condition(), False
-        self._taken, self._over = Counter[Hashable](), Counter[Hashable]()
+        self._taken, self._over = defaultdict[Hashable, int](int), defaultdict[Hashable, int](int)
 
     def take(self, key: Hashable) -> AbstractContextManager[None]:
         """Return the next turn at a sum, which begins when the ones before are over."""
