@@ -93,7 +93,7 @@ class Process(Closing):
 
         A message of a fixed size has an object's length and, if it is short, the object itself.
         """
-        content = np.frombuffer(pickle.dumps(obj), np.uint8)
+        content = np.frombuffer(bytearray(pickle.dumps(obj)), np.uint8)  # which libraries want to be able to write to
         rest, mine = content[_SHORT:], np.zeros(_HEAD + _SHORT, np.uint8)
         mine[:_HEAD].view(np.int64)[0] = content.size
         mine[_HEAD:][: content.size] = content[:_SHORT]

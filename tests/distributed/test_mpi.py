@@ -129,3 +129,8 @@ def test_a_process_group_of_torch_has_deadlines():
     """As of `connect`, not its own of half an hour; and it is told who is late, or dead."""
     of_torch("late_of_torch")
     of_torch("dies_of_torch", (0, 3))
+
+
+def test_objects_of_any_size_are_gathered():
+    status, output, _ = launch(3, "objects")
+    assert status == 0, output
