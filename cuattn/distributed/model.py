@@ -23,7 +23,7 @@ ALGORITHMS = ("needed", "gather", "ring", "heads", "2d", "combine")
 _PARTS = (1, 2, 4, 8)
 # Of a GPU and its host: seconds between two launches, and of a host's step; what a tile of rows has, for one of so many
 # multiprocessors; and how much longer some keys after the other take than all at once, as rows begin and end unrounded.
-_LAUNCH, _HOST, _TILE, _MULTIPROCESSORS, _SHORTER = 5e-5, 2.5e-4, 128, 132, 0.03
+_LAUNCH, _HOST, _TILE, _MULTIPROCESSORS, _SHORTER = 5e-5, 2.5e-4, 128, 132, 0.06
 _WHY = {
     "needed": "each rank is sent the keys that its rows see, from their owners in turn",
     "ring": "whole shards of keys in turn",

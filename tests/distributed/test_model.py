@@ -47,7 +47,7 @@ def test_costs_are_those_of_the_arithmetic():
     alone = n * n * SIZE.flops / H200.flops
     assert ring.received == (ranks - 1) / ranks * n * 32 * 256 * 2
     assert ring.balance == 1 and ring.steps == ranks
-    assert 1 <= ring.seconds / (alone / ranks) < 1.06
+    assert 1 <= ring.seconds / (alone / ranks) < 1.09
     causal = masks.causal(n)
     assert modelled("needed", causal, n, ranks).balance == pytest.approx(1.87, abs=0.02)
     zigzag = Layout.zigzag(n, ranks)
