@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 
@@ -40,12 +41,15 @@ class Known:
         self.moved = dict.fromkeys(self.exact._fields, 0.0)
         rng = np.random.default_rng(0)
 
-        def moved(x, unit, alike):
-            return x * (1 + unit * rng.choice((-1, 1), () if alike else np.shape(x)))
+        def moved(x, unit, sample):
+            if sample % 2 == 0:
+                return x * (1 + unit * rng.choice((-1, 1), np.shape(x)))
+            return x * (1 + unit * (1 - 2 * (next(numbers) >> sample // 2 & 1)))  # no two arrays alike in all samples
 
         units = 8 * self.sums, max(8 * self.sums, eps(self.dtype))  # weights of 16 bits are rounded for their products
         for sample in range(samples):  # every second time an array's numbers move alike, as equal numbers do
-            noise = [functools.partial(moved, unit=unit, alike=sample % 2 > 0) for unit in units]
+            numbers = itertools.count()
+            noise = [functools.partial(moved, unit=unit, sample=sample) for unit in units]
             near = {name: x if x is None else noise[0](x.astype(wide)) for name, x in arrays.items()}
             if options.get("softcap") is not None and eps(self.dtype) > self.sums:
                 unit, shape = 2 * options["softcap"] * self.sums, (*near["q"].shape[:-1], near["k"].shape[-2])
