@@ -118,9 +118,9 @@ def floors(exact: Solution, q, k, v, do=None, *, scale=None, softcap=None, bias=
 
     ``precision="tf32"`` rounds both factors of every product by 2^-11, so that a term may be wrong by t = 2^-10 + 2^-22
     of itself, and all terms alike: S, p, A and ds above get t / eps more.  Scores then move by more than 1, where the
-    first order is too little, and a capped one back over the bend of its cap.  A weight becomes at most
-    p exp(the move of s + the mean move) and at most 1, and loses p (the move + what all others gain) at most.  Weights
-    of halves are then one float16, of 2^-39 of the largest in their block.
+    first order is too little, and a capped one back over the bend of its cap; so do capped ones of large products in
+    any precision.  A weight becomes at most p exp(the move of s + the mean move) and at most 1, and loses p (the move +
+    what all others gain) at most.  Weights of halves are then one float16, of 2^-39 of the largest in their block.
 
     Parameters
     ----------
@@ -157,7 +157,8 @@ class _Bound:
         self.scale = abs(scale)
         raw = (2 * width + factors) * self.scale * (self.q @ self.k.swapaxes(-1, -2))
         nearest = None
-        if factors:
+        self.far = bool(factors) or (given["softcap"] is not None and raw.size > 0 and float(raw.max()) * unit > 1)
+        if self.far:
             signed = q.astype(np.float64) @ textbook.repeat_heads(k, q).swapaxes(-1, -2)
             nearest = xp.abs(self.scale * signed) - unit * raw
         short = eps(low) > unit
@@ -177,7 +178,7 @@ class _Bound:
         self.z = 1.0 if given["keep"] is None else xp.where(given["keep"], given["keep_scale"], 0.0)
         self.moved = self.p * (self.keys + size + self.mean[..., None]) + xp.where(seen, unit**2, 0)
         self.spread = self.mean
-        if factors:
+        if self.far:
             self._move_far(size, seen)
         self.of_largest = (2.0**-16 if factors else 2.0**-26) if halves else 0.0
         self.coarse = xp.minimum(self.p / unit, self.of_largest)
@@ -201,7 +202,7 @@ class _Bound:
     def forward(self) -> dict[str, Floor]:
         l = self.exact.l.astype(np.float64)
         move = self.spread + self.top
-        if self.factors:
+        if self.far:
             visible = (self.exact.s > -np.inf).sum(-1)
             move = self.xp.minimum(self.xp.expm1(self.xp.minimum(self.unit * move, 99)), visible) / self.unit
         return {
