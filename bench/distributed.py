@@ -217,7 +217,13 @@ def together(comm: Any, case: Case, device: str, seconds: float) -> dict[str, An
 
     plan = distributed.plan(q, k, v, direction=case.direction, **placing, **options)
     spent = samples(call, comm, device, seconds, case.n)
-    found = {"samples": spent, "chosen": plan.algorithm, "balance": plan.balance, "received": plan.bytes}
+    found = {
+        "samples": spent,
+        "chosen": plan.algorithm,
+        "steps": plan.steps,
+        "balance": plan.balance,
+        "received": plan.bytes,
+    }
     if device == "cpu" and isinstance(comm, ThreadComm):
         return found  # memory is told of all threads together
     one = Calls(q, k, v, do, out_dtype=np.float32, dropout_p=case.dropout, **first, **exact)

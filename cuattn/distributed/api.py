@@ -317,8 +317,9 @@ def _walk(request: Request, kind: type[Walk], dtypes: Mapping[str, Any]) -> tupl
         if count > 1:
             made = {name: walks[0].xp.empty(_shape(name, arrays, whole), dtype) for name, dtype in dtypes.items()}
         outs = [{name: part_of_heads(name, x, slot, count) for name, x in made.items()} for slot in range(count)]
-        plan = stages(algorithm, team.index, work.size, bool(walks[0].returned))
-        found = _run(walks, plan, dtypes, outs, waits=algorithm != "gather")
+        whole_keys = request.costs[algorithm][0].parts > 0
+        plan = stages("gather" if whole_keys else algorithm, team.index, work.size, bool(walks[0].returned))
+        found = _run(walks, plan, dtypes, outs, waits=not whole_keys)
     except DistributedError:
         raise
     except BaseException:  # the others wait for this rank
@@ -362,8 +363,8 @@ def _parts(request: Request, rows: int, inner: int) -> int:
 
     All ranks find the same, for the rank that has most rows.
     """
-    if request.algorithm == "gather":
-        return request.costs["gather"][0].parts
+    if planned := request.costs[request.algorithm][0].parts:
+        return planned
     heads = request.size.batch * request.size.heads // inner
     much = heads * rows * request.size.head_dim_v * request.sums.itemsize >= _MUCH
     return 2 if much and request.slices % (2 * inner) == 0 else 1

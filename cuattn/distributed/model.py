@@ -18,9 +18,10 @@ from cuattn.distributed.work import Work, work_of
 from cuattn.masks.base import Mask
 from cuattn.plans import Plan, readable_bytes
 
-ALGORITHMS = ("needed", "gather", "ring", "heads", "2d", "combine")
-"""In the order of preference where costs are equal."""
+ALGORITHMS = ("needed", "ring", "heads", "2d", "combine", "gather")
+"""In the order of preference where costs are equal; the last is used only if it is asked for."""
 _PARTS = (1, 2, 4, 8)
+_SHARDS = 2  # of keys beside its own, which a rank may hold of some heads at a time
 # Of a GPU and its host: seconds between two launches, and of a host's step; what a tile of rows has, for one of so many
 # multiprocessors; and how much longer some keys after the other take than all at once, as rows begin and end unrounded.
 _LAUNCH, _HOST, _TILE, _MULTIPROCESSORS, _SHORTER = 5e-5, 2.5e-4, 128, 132, 0.06
@@ -30,8 +31,9 @@ _WHY = {
     "heads": "an exchange gives each rank all rows and keys of some heads, and another takes the results back",
     "2d": "heads are exchanged within groups of neighbours, keys travel between the groups",
     "combine": "rows travel, and partial results return to their owners",
-    "gather": "all needed keys of some heads arrive while those of others are computed with",
+    "gather": "all needed keys arrive before one local call",
 }
+_BY_HEADS = "each rank is sent the keys that its rows see, those of some heads while others are computed with"
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,8 @@ class Cost:
     balance : float
         The largest load over the mean.
     parts : int
-        In how many parts heads are computed, one after the other.
-    fits : bool
-        Whether no rank holds more than two shards of keys beside its own.
+        In how many parts heads are computed, one after the other, with all keys of each; 0: with the keys of one owner
+        after the other.
     """
 
     seconds: float
@@ -144,11 +145,10 @@ class Cost:
     received: float
     steps: int
     balance: float
-    parts: int = 1
-    fits: bool = True
+    parts: int = 0
 
 
-def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, parts: int = 1) -> Cost:
+def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, parts: int = 0) -> Cost:
     """Return what an algorithm takes.
 
     Parameters
@@ -162,8 +162,9 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     inner : int, optional
         Ranks of a group, which exchange heads first.
     parts : int, optional
-        Of the heads, where all keys of one part are gathered while another is computed.
+        Of the heads, where all keys of one part arrive while another is computed.
     """
+    parts = 1 if algorithm == "gather" else parts
     ranks, axis = work.size, "row" if algorithm == "combine" else "key"
     seconds, rows = work.elements * (size.flops / inner / rates.flops), np.array(work.lengths("row"), float)
     trimmed = algorithm != "ring" and (axis == "key" or size.backward)
@@ -171,7 +172,7 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     there, back = (each / inner for each in size.travels(axis))
     islands = np.arange(ranks) * inner // max(rates.island, 1)
     links = np.where(islands[:, None] == islands, rates.link, rates.between)
-    if algorithm == "gather":
+    if parts:
         travelling = (moved * (there + back) / links).sum(1) + parts * rates.latency
         hidden = (1 - 1 / parts) * travelling if rates.overlapped else 0.0  # but for the first and the last part's
         # At the end of each part multiprocessors wait for the last tile of rows, half of its time in the mean.
@@ -186,7 +187,7 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     copied = 4 * held / rates.memory  # read and written as heads are taken out, and as rows are put together
     swap = exchange / rates.link + copied + 2 * rates.latency if inner > 1 else 0.0
     last, loads = int(ends.argmax()), seconds.sum(1)
-    steps_of_all = (parts if algorithm == "gather" else ranks) + 2 * (inner > 1)
+    steps_of_all = (parts or ranks) + 2 * (inner > 1)
     total = max(float(ends[last]) + swap, _HOST * (2 + steps_of_all) if rates.overlapped else 0.0)
     return Cost(
         total,
@@ -197,7 +198,6 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
         steps_of_all,
         float(loads.max() / loads.mean()) if loads.any() else 1.0,
         parts,
-        algorithm != "gather" or min(parts, 2) * (ranks - 1) <= 2 * parts,
     )
 
 
@@ -291,6 +291,10 @@ class DistributedPlan:
         return "\n".join([*lines, *(f"local {line}" for line in str(self.local).splitlines())])
 
 
+def _why(chosen: str, parts: int) -> str:
+    return _BY_HEADS if parts > 1 else _WHY["gather" if parts else chosen]
+
+
 def planned(options: Options, chosen: str, asked: bool, size: Size, ranks: int, local: Plan) -> DistributedPlan:
     """Return the plan of an algorithm, given the costs of all and the plan of this rank's own part."""
     cost, inner = options[chosen]
@@ -306,7 +310,7 @@ def planned(options: Options, chosen: str, asked: bool, size: Size, ranks: int, 
         cost.balance,
         hidden,
         mean / cost.seconds if cost.seconds else 1.0,
-        _WHY[chosen] + ("; asked for" if asked else "; least by the model"),
+        _why(chosen, cost.parts) + ("; asked for" if asked else "; least by the model"),
         tuple((name, each.seconds) for name, (each, _) in options.items()),
         local,
     )
@@ -342,14 +346,16 @@ def options_of(
         if name in ("heads", "2d") and (group == 1 or grouped_heads % group):
             continue
         work = work_of(grouped(rows, group), grouped(keys, group), visible)
-        parts = [n for n in _PARTS if slices % n == 0] if name == "gather" else [1]
-        costs = [cost(name, work, size, rates, group, n) for n in parts]
-        found[name] = min(costs, key=lambda each: (not each.fits, each.seconds)), group
+        most = float((work.needs["key"] * (1 - np.eye(work.size))).sum(1).max(initial=0))
+        room = _SHARDS * max(work.lengths("key"), default=0)
+        parts = [n for n in _PARTS if slices % n == 0 and min(n, 2) * most <= room * n]  # two at a time
+        costs = [cost(name, work, size, rates, group, n) for n in (0, *(parts if name == "needed" else ()))]
+        found[name] = min(costs, key=lambda each: each.seconds), group
     return found
 
 
 def least(options: Options) -> str:
     """Return the algorithm that takes least; of those that differ by a hundredth the one with least traffic."""
-    costs = {name: cost for name, (cost, _) in options.items() if cost.fits}
+    costs = {name: cost for name, (cost, _) in options.items() if name != "gather"}
     best = min(cost.seconds for cost in costs.values())
     return min((name for name in costs if costs[name].seconds <= 1.01 * best), key=lambda name: costs[name].received)

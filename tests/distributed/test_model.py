@@ -102,17 +102,17 @@ def test_plans_print_and_agree():
     assert [p.direction for p in first] == ["forward", "backward"]
 
 
-def test_keys_are_gathered_by_heads_where_memory_allows():
+def test_keys_of_some_heads_arrive_meanwhile_where_memory_allows():
     n = 1 << 17
 
     def found(ranks, slices, backward=False, rates=H200):
         layout, size = Layout.contiguous(n, ranks), Size(backward, 1, 32, 8, 128, 128, 2, 4)
         return options_of(layout, layout, None, size, rates, 1, slices)
 
-    assert least(found(2, 8)) == least(found(2, 8, True)) == "gather"
-    assert found(4, 8)["gather"][0].parts > 2  # of which each but the first arrives meanwhile
-    assert least(found(4, 1)) == "needed"  # three shards of keys do not fit
-    assert not found(4, 1)["gather"][0].fits and found(4, 4)["gather"][0].fits
+    assert least(found(2, 8)) == least(found(2, 8, True)) == "needed"
+    assert found(2, 8)["needed"][0].parts == found(2, 1)["needed"][0].parts == 1
+    assert found(4, 1)["needed"][0].parts == 0  # three shards of keys are too many
+    assert found(4, 8)["needed"][0].parts > 2  # of which each but the first arrives meanwhile
     slow = Rates(6e14, 1e10, 1e10, 4e12, 2e-5, 8, overlapped=True)
-    whole, parts = (found(4, slices, rates=slow)["gather"][0] for slices in (1, 8))
+    whole, parts = found(4, 8, rates=slow)["gather"][0], found(4, 8, rates=slow)["needed"][0]
     assert parts.waiting < whole.waiting and parts.received == whole.received
