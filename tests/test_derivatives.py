@@ -354,3 +354,13 @@ def test_memory_is_linear(xp):
     for direction in ("jvp", "backward_jvp", "double_backward"):
         small, large = (cuattn.plan(q, q, q, direction=direction).workspace_bytes for q in x)
         assert large <= 5 * small + 2**20, direction
+
+
+@pytest.mark.parametrize("n_keys", [0, 40])
+def test_what_a_broadcast_bias_is_known_to_is_a_small_part_of_its_gradient(n_keys):
+    """Also where scores are capped, whose roundings move them one by one."""
+    rng = np.random.default_rng(0)
+    q, do, k, v = (rng.standard_normal((2, n, 16)).astype(np.float16) for n in (30, 30, n_keys, n_keys))
+    arrays = {"q": q, "k": k, "v": v, "do": do, "bias": rng.standard_normal((30, 1)).astype(np.float16)}
+    known = Known({**arrays, **tangents_of(arrays, arrays)}, {"softcap": 2.0}, samples=2)
+    assert known.moved["tdbias"] <= 0.05 * np.abs(known.exact.tdv).max(initial=0)
