@@ -21,6 +21,8 @@ from cuattn.masks.device import load_cupy
 
 _here = threading.local()
 _TURN = 1e-4  # seconds that a rank's thread has Python for itself while others want it, at most
+_turns: list[float] = []  # what that was before each of those who want it so now
+_turns_lock = threading.Lock()
 
 
 def current() -> ThreadComm | None:
@@ -116,8 +118,8 @@ class ThreadComm(Closing):
             world.changed.notify_all()
         with world.failing(self.rank):
             for peer, target in recvs:
-                box = boxes[peer, self.rank]
                 with world.changed:
+                    box = boxes[peer, self.rank]  # of two that ask for it first one would make another
                     self._wait(lambda box=box: box, lambda peer=peer: [peer])
                     letter = box.popleft()
                 letter.put_into(target, stream)
@@ -213,11 +215,9 @@ def spawn(
             world.ended.add(rank)
             world.changed.notify_all()
 
-    interval = sys.getswitchinterval()
     threads = [threading.Thread(target=run, args=(rank,), name=f"cuattn-rank-{rank}") for rank in range(size)]
-    with shared_cores(size):
+    with shared_cores(size), _short_turns():
         try:
-            sys.setswitchinterval(min(interval, _TURN))
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -228,8 +228,6 @@ def spawn(
             while {*threads} & {*threading.enumerate()}:  # an interrupted join takes its thread for ended
                 time.sleep(1e-3)
             raise
-        finally:
-            sys.setswitchinterval(interval)
     if errors:
         raise errors[0]
     return results
@@ -253,6 +251,22 @@ def shared_cores(ranks: int) -> Iterator[None]:
         return
     with threadpool_limits(max(1, usable_cores() // ranks), user_api="blas"):
         yield
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Let threads take turns soon; the last of several callers gives the interval back that was before the first."""
+    with _turns_lock:
+        _turns.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(_turns[0], _TURN))
+    try:
+        yield
+    finally:
+        with _turns_lock:
+            before = _turns[0]
+            _turns.pop()
+            if not _turns:
+                sys.setswitchinterval(before)
 
 
 def hold_cores(ranks: int) -> None:

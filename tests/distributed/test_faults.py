@@ -1,5 +1,6 @@
 """What differs, what is wrong and who fails: on threads."""
 
+import sys
 import threading
 import time
 
@@ -290,3 +291,40 @@ def test_errors_pickle():
     error = DistributedError("scale differs", {0: "1", 1: "2"})
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.ranks) == (str(error), error.ranks) and "rank 1: 2" in str(error)
+
+
+def test_letter_boxes_that_two_ranks_first_ask_for_at_once(monkeypatch):
+    """The sender's letter is in the box that the receiver looks into, however long a box takes to make."""
+    from collections import deque
+
+    from cuattn.distributed import threads
+
+    def slow():
+        time.sleep(0.3 if threads.current().rank == 0 else 0.0)
+        return deque()
+
+    monkeypatch.setattr(threads, "deque", slow)
+
+    def work(comm):
+        connect(timeout=2)
+        target = np.zeros(2)
+        if comm.rank == 0:
+            comm.exchange([], [(1, target)])
+        else:
+            time.sleep(0.1)
+            comm.exchange([(0, np.ones(2))], [])
+        return target
+
+    np.testing.assert_array_equal(spawn(work, ranks=2)[0], 1)
+
+
+def test_turns_of_threads_are_given_back():
+    before = sys.getswitchinterval()
+
+    def work(comm):
+        inner = spawn(lambda comm: sys.getswitchinterval(), ranks=2)
+        return [*inner, sys.getswitchinterval()]
+
+    for found in spawn(work, ranks=2):
+        assert max(found) <= before and len(set(found)) == 1
+    assert sys.getswitchinterval() == before
