@@ -23,6 +23,7 @@ from bench import harness
 from bench.cases import Case
 from bench.harness import Calls
 from bench.score_samples import Formula
+from cuattn import dispatch
 from cuattn.errors import UnsupportedError
 from cuattn.masks import BlockMask, BooleanMask, ColumnMask
 
@@ -192,12 +193,25 @@ class Problem(NamedTuple):
                 getattr(calls, operation)()
                 harness.synchronize(cupy)
                 done.append(operation)
+            if "forward" in done:
+                joined(calls)
+                harness.synchronize(cupy)
             if "jvp" in done:
                 cuattn.merge(calls.along, calls.along)
                 harness.synchronize(cupy)
         except UnsupportedError as error:
             return f"{' and '.join(done) or 'nothing'}; {error}"
         return " and ".join(done)
+
+
+def joined(calls):
+    """Merge and add up two forwards as ranks do their parts: in place, and where rows begin anywhere; return one."""
+    one, other = calls.forward(), calls.forward()
+    dispatch.merge_into(one[:3], one[:3], other[:3])
+    inner = ..., slice(1, None), slice(1, None)
+    dispatch.add(one.o[inner], one.o[inner], other.o[inner])
+    dispatch.add(other.o, one.o)
+    return other
 
 
 def made(kind, rng, case, xp):

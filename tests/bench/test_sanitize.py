@@ -42,7 +42,7 @@ def test_every_dtype_group_and_width_is_there():
 @pytest.mark.parametrize("feature", (*sanitize.FEATURES, *sanitize.WIDE, *sanitize.IN_ONE_DTYPE), ids=str)
 def test_problems_are_legal(feature):
     calls = sanitize.Problem("cpu", np.float32, *feature, ()).calls(np)
-    assert all(np.isfinite(x).all() for x in calls.both())
+    assert all(np.isfinite(x).all() for x in (*calls.both(), sanitize.joined(calls).o))
 
 
 @pytest.mark.parametrize("feature", sanitize.TANGENTS, ids=str)
