@@ -1,6 +1,5 @@
 // Neighbours that are loaded and stored in one access.
 #pragma once
-#include "ptx/types.cuh"
 
 constexpr int kPackBytes = 16;  // of the widest access
 

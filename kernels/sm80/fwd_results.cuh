@@ -1,16 +1,14 @@
 // o, l and m on their way to memory: over very many keys in parts, from teams of one block, from blocks that divide the keys, and at the end.
 #pragma once
 #include "attn/merge.cuh"
+#include "attn/pack.cuh"
 #include "ptx/registers.cuh"
 #include "sm80/fwd_work.cuh"
 
 template <class Out>
 __device__ __forceinline__ void store_pair(Out* out, Acc x, Acc y, bool first, bool second, bool together) {
-    struct alignas(2 * sizeof(Out)) Pair {
-        Out x, y;
-    };
     if (together && second) {
-        *reinterpret_cast<Pair*>(out) = {round_to<Out>(x), round_to<Out>(y)};
+        *reinterpret_cast<Pack<Out, 2>*>(out) = {{round_to<Out>(x), round_to<Out>(y)}};
     } else {
         if (first) out[0] = round_to<Out>(x);
         if (second) out[1] = round_to<Out>(y);

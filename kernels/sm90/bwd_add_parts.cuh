@@ -4,6 +4,7 @@
 // dk_acc, dv_acc: [batch][kv_heads][splits][n_keys][columns].
 #pragma once
 #include "attn/math.cuh"
+#include "attn/pack.cuh"
 #include "attn/params.cuh"
 
 namespace sm90::bwd {
@@ -23,8 +24,9 @@ __device__ __forceinline__ void add_unit(const Params& p, const void* parts, voi
         sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
         sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
     }
-    struct alignas(16) Unit { cfg::grad at[unit_columns]; } rounded;
-    unroll<unit_columns>([&](int i) { rounded.at[i] = round_to<cfg::grad>(sum[i]); });
+    using Unit = Pack<cfg::grad, unit_columns>;
+    Unit rounded;
+    unroll<unit_columns>([&](int i) { rounded.x[i] = round_to<cfg::grad>(sum[i]); });
     static_cast<Unit*>(gradient)[unit] = rounded;
 }
 

@@ -8,6 +8,7 @@
 // Places          tiles of the bias (keys fastest, then rows) * splits * instances of the bias, dealt out to the blocks in turn
 // Result          dbias, or (cfg::split) dbias_acc [splits][like dbias]: part s takes every splits-th head
 #include "attn/bias_sums.cuh"
+#include "attn/pack.cuh"
 #include "ptx/global.cuh"
 #include "sm90/bwd_pairs.cuh"
 
@@ -39,11 +40,7 @@ struct BiasPairs : BiasPlace {
     __device__ __forceinline__ void rows(const Params&, i32, i32& begin, i32& end) const { begin = row_begin, end = row_end; }
 };
 
-template <class T>
-struct alignas(2 * sizeof(T)) Two {
-    T x[2];
-};
-using BiasPair = Two<cfg::bias_elem>;
+using BiasPair = Pack<cfg::bias_elem, 2>;
 
 struct BiasSums : Consumer<BiasSums> {
     static constexpr bool holds_bias = cfg::bias && !learned_elements, takes_products = !learned_elements && !cfg::dropout && !cfg::softcap;
@@ -99,10 +96,10 @@ struct BiasSums : Consumer<BiasSums> {
         to += before * bias_rows(p) * bias_keys(p);
         for_pairs(place, [&](int i, i32 row, i32 key) {
             if (row >= p.n_queries || key >= p.n_keys) return;
-            const Two<T> two = {{round_to<T>(sums[i] * factor), round_to<T>(sums[i + 1] * factor)}};
+            const Pack<T, 2> two = {{round_to<T>(sums[i] * factor), round_to<T>(sums[i + 1] * factor)}};
             T* const at = to + static_cast<i64>(row) * p.n_keys + key;
             if (together) {
-                *reinterpret_cast<Two<T>*>(at) = two;
+                *reinterpret_cast<Pack<T, 2>*>(at) = two;
             } else {
                 at[0] = two.x[0];
                 if (key + 1 < p.n_keys) at[1] = two.x[1];

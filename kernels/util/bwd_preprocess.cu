@@ -14,6 +14,7 @@
 #include "attn/math.cuh"
 #include "attn/params.cuh"
 #include "attn/bwd_workspace.cuh"
+#include "attn/pack.cuh"
 
 constexpr bool kSplitStat = sizeof(cfg::elem) >= 4;
 constexpr int kThreads = 32 * cfg::warps;
@@ -46,9 +47,7 @@ __device__ __forceinline__ i64 own_row(i32 group, i32 pass) {
 }
 
 template <class T>
-struct alignas(sizeof(T) * kVector < 16 ? sizeof(T) * kVector : 16) Vector {
-    T x[kVector];
-};
+using Vector = Pack<T, kVector>;
 
 __device__ __forceinline__ cfg::acc piece_product(const cfg::elem* dout, const cfg::o_elem* o) {
     const auto a = *reinterpret_cast<const Vector<cfg::elem>*>(dout);
