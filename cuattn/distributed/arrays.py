@@ -63,9 +63,13 @@ def part(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
     if len(places) == 1:
         return array[_at(array, axis, places[0])]
     out = like(array, axis, runs)
-    for source, target in zip(places, local(runs, runs), strict=True):
-        dispatch.add(out[_at(out, axis, target)], array[_at(array, axis, source)])
+    _copy(out, local(runs, runs), array, places, axis)
     return out
+
+
+def _copy(out: Any, targets: Sequence[slice], array: Any, sources: Sequence[slice], axis: int) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        dispatch.add(out[_at(out, axis, target)], array[_at(array, axis, source)])
 
 
 def _at(array: Any, axis: int, place: slice) -> tuple[slice, ...]:
@@ -100,8 +104,7 @@ def joined(parts: Sequence[Any], runs: Sequence[Runs], axis: int) -> Any:
 
 def put(out: Any, whole: Runs, array: Any, runs: Runs, axis: int) -> None:
     """Copy an array, which holds some runs, to one that holds those of `whole`."""
-    for source, target in zip(local(runs, runs), local(whole, runs), strict=True):
-        dispatch.add(out[_at(out, axis, target)], array[_at(array, axis, source)])
+    _copy(out, local(whole, runs), array, local(runs, runs), axis)
 
 
 def pieces(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any] | None:

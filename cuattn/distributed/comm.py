@@ -56,6 +56,11 @@ class Comm(Protocol):
     --------
     connect : makes one of processes.
     spawn : makes them of threads.
+
+    Notes
+    -----
+    Two more attributes are read if it has them: `local_size`, how many ranks share this machine, by default all; and
+    `sm_margin`, how many multiprocessors kernels leave to messages that could not begin beside them, by default none.
     """
 
     rank: int
@@ -112,9 +117,8 @@ class Alone(Closing):
         """Do nothing: nobody waits."""
 
 
-_AWAKE = (
-    2e-4  # seconds that a wait does not sleep, but lets others have its core: the shortest sleep takes half as long
-)
+# Seconds that a wait does not sleep, but lets others have its core: the shortest sleep takes half as long.
+_AWAKE = 2e-4
 
 
 class Deadline:

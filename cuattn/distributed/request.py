@@ -109,6 +109,10 @@ class Request:
         """Of l, m and of all sums."""
         return DTYPES[self.dtype].stat
 
+    @property
+    def _local_size(self) -> int:
+        return getattr(self.comm, "local_size", self.comm.size)
+
     def _read(self) -> Stated:
         """Look at this rank's arguments; return what must be equal everywhere, and what it brings."""
         settings, known = self.settings, defaults(self.operation.name)
@@ -157,7 +161,7 @@ class Request:
         options, window = tuple(settings.items()), settings["window"]
         types = tuple(map(type, (*settings.values(), *(window if isinstance(window, tuple) else ()))))
         arrays = tuple([(name, array.shape, array.dtype) for name, array in self.arrays.items()])
-        ranks = comm.rank, comm.size, getattr(comm, "local_size", comm.size)
+        ranks = comm.rank, comm.size, self._local_size
         where = *ranks, home.backend, home.device, home.kind, *self.placing.values()
         try:
             return _memo(self.operation.name, options, types, arrays, self._wanted, *where)
@@ -280,7 +284,7 @@ class Request:
         arrays, asked = self.arrays, self.placing["algorithm"]
         dims, bytes = (arrays["q"].shape[-1], arrays["v"].shape[-1]), (self.dtype.itemsize, self.sums.itemsize)
         self.size = Size(self.operation.replays, math.prod(batch), *heads, *dims, *bytes)
-        rates = rates_of(self.home.backend, bytes[0], getattr(self.comm, "local_size", self.comm.size))
+        rates = rates_of(self.home.backend, bytes[0], self._local_size)
         shared = math.gcd(*heads) if own <= set(heads) else 1
         self.slices = 1 if self.bias is not None or self.learned else shared  # parts that heads can be computed in
         self.costs = options_of(self.rows, self.keys, self.whole.visible, self.size, rates, shared, self.slices)
