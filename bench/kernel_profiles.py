@@ -41,7 +41,7 @@ SMALLEST_SHARE = 0.02  # of a call's time that a kernel must take to be named
 
 NAMES = {  # kernel and direction: problems
     "sm90-forward": "d128 d64 d256 d128-causal d128-documents d128-dropout new-mask",
-    "sm90-backward": "d128 d64 d256 d128-causal d128-dropout d128-documents d128-deterministic",
+    "sm90-backward": "d128 d64 d256 d128-causal d64-causal d128-dropout d128-documents d128-deterministic",
     "sm80-forward": "d128 d64 float32-d64 float64-d64 decode decode-split",
     "sm80-backward": "d128 d64 d128-deterministic float32-d64 float64-d64 float64-d128 float32-d512 bias",
 }
@@ -49,6 +49,7 @@ PROBLEMS = {  # large enough that every multiprocessor stays busy; what differs 
     "d64": dict(heads=32, head_dim=64),
     "d256": dict(heads=8, head_dim=256),
     "d128-causal": dict(causal=True),
+    "d64-causal": dict(batch=1, heads=32, n_keys=16384, head_dim=64, causal=True),
     "d128-documents": dict(mask="causal_document"),
     "d128-dropout": dict(dropout=0.1),
     "d128-deterministic": dict(deterministic=True),
