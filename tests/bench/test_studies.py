@@ -131,7 +131,7 @@ def test_a_column_mask_is_linear_and_a_dense_one_is_not():
 def test_profiled_calls_are_calls():
     pytest.importorskip("torch")  # whose tensors the cases are made of
     rows = measured(kernel_profiles)
-    assert len(rows) == 28 and all(row["median_us"] > 0 for row in rows.values())
+    assert len(rows) == len(kernel_profiles.CALLS) // 2 and all(row["median_us"] > 0 for row in rows.values())
 
 
 def test_a_profile_says_what_matters():
