@@ -21,11 +21,9 @@ constexpr bool hides_late = cfg::split_bias && !told_bias;  // where tiles are c
 constexpr bool looks_for_values = cfg::dropout > 0;  // behind the exponentials; else it costs more than it saves
 constexpr int output_blocks = cfg::head_dim_v / 16;
 constexpr bool search_beside = cfg::head_dim <= 128 && !block_mask && cfg::dropout == 0;
-// What follows a row's first whole key tile is whole, too, and seen by all its warpgroups.
-constexpr bool ends_whole = cfg::mask == kMaskNone && cfg::band_right && !cfg::band_left;
-// Under column masks, and where rows end whole, whole key tiles have steps of their own where rows are long and registers allow it: a warp waits for
-// its instructions behind those that it jumps over.
-constexpr bool steps_apart = cfg::overlap && (ends_whole || (column_masks > 0 && search_beside)) && !cfg::bias && !cfg::score;
+// Under column masks whole key tiles have steps of their own where rows are long and registers allow it: a warp waits for its instructions behind
+// those that it jumps over.
+constexpr bool steps_apart = cfg::overlap && column_masks > 0 && search_beside && !cfg::bias && !cfg::score;
 
 // cfg::whole_rows: not all row tiles are in parts.  Beside parts three warpgroups have no registers to go from one row tile to the next without a pause, or
 // to pass over one of which (cfg::some_absent) they have no rows.
@@ -352,7 +350,7 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
             else if (is_cut()) last = step<Cut::yes>();
             else
                 do last = step<Cut::no>();
-                while (!last && (ends_whole || (seen && !is_cut())));
+                while (!last && seen && !is_cut());
         } while (!last && seen);
         return last;
     }
