@@ -18,6 +18,7 @@ from cuattn.distributed.arrays import given_back, rounded
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.model import ALGORITHMS, DistributedPlan, Size, least, options_of, planned, rates_of
+from cuattn.distributed.tape import Tape
 from cuattn.distributed.walk import axis_of
 from cuattn.distributed.whole import Whole
 from cuattn.errors import ArgumentError, ShapeError, shown
@@ -27,7 +28,7 @@ from cuattn.masks.runs import length_of
 from cuattn.problem import DTYPES, Operation, Options, Origin, check_axes, check_band, check_state
 from cuattn.rng import BLOCK, RNGState, recorded, resolve, threshold
 
-_memo = lru_cache(maxsize=64)(lambda *call: [])  # of calls that were in order
+_memo = lru_cache(maxsize=64)(lambda *call: {})  # of calls that were in order
 _SETTLED = ("rows", "keys", "whole", "size", "slices", "costs", "algorithm", "learned", "made")  # what is kept
 _LOOKED_AT = ("bias", "dlse", "score", "out", "rng")  # settings of calls that are looked at anew
 _OWN = ("mask", "bias", "origin", "out", "rng", "dlse", "score_args")  # settings that parts are not given as they are
@@ -70,7 +71,11 @@ class Request:
         The arrays among score_args that are differentiated, by number.
     made : dict of str to (shape, dtype)
         Of each result.
+    tape : Tape or None
+        What this rank does, once it was taken down.
     """
+
+    tape: Tape | None = None
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class Request:
         self.settings, self.state, self._wanted = {**defaults(operation.name), **options}, state, wanted
         everyone, digest, known = same(comm, self._read, self._facts)
         if known:
-            vars(self).update(self._found)
+            vars(self).update(self._memo)
             self._outputs.check(self.made, self.arrays, self.home)
             return
 
@@ -96,8 +101,7 @@ class Request:
 
         agreed(comm, settle)
         if self._memo is not None:
-            found = {name: vars(self)[name] for name in _SETTLED}
-            self._memo[:] = [(self._said._replace(expected=digest), found)]
+            self._memo |= {name: vars(self)[name] for name in _SETTLED} | {"_said": self._said._replace(expected=digest)}
 
     @property
     def dtype(self) -> np.dtype:
@@ -123,8 +127,7 @@ class Request:
         arrays, level = self.arrays, threshold(settings["dropout_p"])
         self._memo = None if level else self._memo_of_call()
         if self._memo:
-            self._said, self._found = self._memo[0]
-            return self._said
+            return self._memo["_said"]
         if self.operation.replays:
             check_state("fwd.rng_state", self.state, level)
             self.state = None if self.state is None else recorded(self.state)
@@ -148,7 +151,13 @@ class Request:
         facts |= {"mask": self.mask, "rng": random, "score_args": self._score_args}
         return facts | {f"the shape of {name}": _without_length(name, x) for name, x in self.arrays.items()}
 
-    def _memo_of_call(self) -> list[Any] | None:
+    def keep(self, tape: Tape) -> None:
+        """Take the tape of the call, which others like it are given."""
+        self.tape = tape
+        if self._memo is not None:
+            self._memo["tape"] = tape
+
+    def _memo_of_call(self) -> dict[str, Any] | None:
         """Return where it is kept what was found of a call like this one, empty at first.
 
         None of a call in which more may be wrong than shapes, dtypes and options tell.
@@ -160,8 +169,8 @@ class Request:
             return None
         options, window = tuple(settings.items()), settings["window"]
         types = tuple(map(type, (*settings.values(), *(window if isinstance(window, tuple) else ()))))
-        arrays = tuple([(name, array.shape, array.dtype) for name, array in self.arrays.items()])
-        ranks = comm.rank, comm.size, self._local_size
+        arrays = interop.signature(self.arrays)[0], tuple([array.strides for array in self.arrays.values()])
+        ranks = comm.rank, comm.size, self._local_size, getattr(comm, "sm_margin", 0)
         where = *ranks, home.backend, home.device, home.kind, *self.placing.values()
         try:
             return _memo(self.operation.name, options, types, arrays, self._wanted, *where)

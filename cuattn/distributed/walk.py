@@ -16,22 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn import dispatch
-from cuattn.api import gradients
 from cuattn.distributed.arrays import like, local, merged, messages, pieces, put, taken
 from cuattn.distributed.comm import Comm
-from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout
+from cuattn.distributed.tape import Described
 from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import Work
-from cuattn.masks.device import namespace
 from cuattn.masks.runs import Runs, length_of
 from cuattn.problem import BACKWARD, FORWARD, Operation, Options
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Sources and clients of a rank, among those that share an axis."""
 
-Arrays = dict[str, Any]
+Arrays = dict[str, Described]
 
 Partial = tuple[Arrays, Runs, Runs]
 """Partial results, the runs that they hold, and those that are of one source."""
@@ -121,18 +118,20 @@ class Walk(ABC):
     ----------
     team : Team
     whole : Whole
-    arrays : dict of str to array
-        This rank's, NumPy or CuPy.  A bias without rows is "key_bias".
+    arrays : dict of str to Described
+        This rank's, of the tape that takes the way down.  A bias without rows is "key_bias".
     sums : numpy.dtype
         Of partial results.
+    wanted : sequence of str
+        What it comes to; gradients by the names of their operands.
     """
 
     results: tuple[str, ...]
     """Of a part, by name."""
 
-    def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype) -> None:
-        self.team, self.whole, self.arrays, self.sums = team, whole, arrays, sums
-        self.xp = namespace(arrays["q"])
+    def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype, wanted: Sequence[str]) -> None:
+        self.team, self.whole, self.arrays, self.sums, self.wanted = team, whole, arrays, sums, tuple(wanted)
+        self.tape = arrays["q"].tape
         of_axis = OF_ROWS if team.axis == "row" else OF_KEYS
         self.moving = [name for name in self.arrays if name in of_axis]
         self.returned = [name for name in self.results if name in of_axis]
@@ -153,24 +152,26 @@ class Walk(ABC):
         """Return what the walk has come to, of these dtypes: in the arrays `out`, where there are such."""
 
     def _room_for(self, name: str, shape: tuple[int, ...], dtype: Any, out: Arrays) -> Any:
-        return out[name] if name in out else self.xp.empty(shape, dtype)
+        return out[name] if name in out else self.tape.empty(shape, dtype)
 
     def _put(self, name: str, array: Any, dtype: Any, out: Arrays) -> Any:
         """Return an array that nobody else holds as a result."""
         if name not in out and array.dtype == dtype:
             return array
         room = self._room_for(name, array.shape, dtype, out)
-        dispatch.add(room, array)
+        self.tape.add(room, array)
         return room
 
-    def _call(self, operation: Operation, arrays: Arrays, options: dict[str, Any]) -> tuple[dispatch.Call, list[Any]]:
+    def _call(
+        self, operation: Operation, arrays: Arrays, options: dict[str, Any], made: Mapping[str, tuple[Any, Any]]
+    ) -> Arrays:
         """Compute a part; a GPU's kernels leave `sm_margin` multiprocessors free, if the comm asks for some."""
-        named = operation.given({**arrays, "mask": options["mask"]})
         given = {name: options[name] for name in Options._fields if name in options}
         settings = Options(**given, sm_margin=getattr(self.team.comm, "sm_margin", 0))
         functions = options["score"], options["score_args"]
-        call = dispatch.Call(operation, named, settings, self.whole.state, options["origin"], None, *functions)
-        return call, dispatch.compute(call)[0]
+        return self.tape.compute(
+            operation, {**arrays, "mask": options["mask"]}, settings, options["origin"], functions, made
+        )
 
     def begin(self, plan: Sequence[Stage]) -> Callable[[], Any]:
         """Begin to fetch for the first stage; return what waits for that."""
@@ -198,7 +199,7 @@ class Walk(ABC):
         for client, runs, rooms in results:
             for name, room in rooms.items():
                 recvs += [(client, x) for x in pieces(room, runs, runs, axis_of(name)) or [room]]
-        wait = start(team.comm, *([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, recvs)))
+        wait = self.tape.exchange(*([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, recvs)))
 
         def finish() -> Arrived | None:
             wait()
@@ -264,7 +265,7 @@ class Walk(ABC):
         if name == "bias" and shape[-1] > 1:
             shape[-1] = self.team.layout("key").lengths[client]
         shape[axis_of(name)] = length_of(runs)
-        return self.xp.empty(shape, self.sums)
+        return self.tape.empty(shape, self.sums)
 
     def _stage(self, arrived: Arrived | None) -> dict[int, Partial]:
         """Compute with what arrived; return what goes back, by source."""
@@ -317,9 +318,11 @@ class ForwardWalk(Walk):
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return o, l and m of a part."""
-        options = {**options, "out_dtype": self._out_dtype}
-        _, found = self._call(FORWARD, {**arrays, "bias": bias}, options)
-        return dict(zip(self.results, found, strict=True))
+        dtypes = self._out_dtype or arrays["q"].dtype, self.sums, self.sums
+        rows = *self.whole.leading, arrays["q"].shape[-2]
+        shapes = (*rows, arrays["v"].shape[-1]), rows, rows
+        made = dict(zip(self.results, zip(shapes, dtypes, strict=True), strict=True))
+        return self._call(FORWARD, {**arrays, "bias": bias}, {**options, "out_dtype": self._out_dtype}, made)
 
     def outcome(self, dtypes: Mapping[str, Any], out: Arrays) -> Arrays:
         """Return o, l and m."""
@@ -333,7 +336,7 @@ class ForwardWalk(Walk):
 
     def _merge_late(self, out: Arrays) -> None:
         late, self._late = self._late, {}
-        dispatch.merge_into(*(tuple([arrays[name] for name in self.results]) for arrays in (out, self._total, late)))
+        self.tape.merge(*[arrays[name] for arrays in (out, self._total, late) for name in self.results])
 
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Merge a part for all of this rank's rows: the last one at the end, as o is rounded then.
@@ -355,9 +358,9 @@ class BackwardWalk(Walk):
     to begin with; and the last one that is whole, so that the sum with it may be rounded as it is made.
     """
 
-    def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype) -> None:
+    def __init__(self, team: Team, whole: Whole, arrays: Arrays, *more: Any) -> None:
         self.results = tuple(name for name in ("q", "k", "v", "bias") if name in arrays)
-        super().__init__(team, whole, arrays, sums)
+        super().__init__(team, whole, arrays, *more)
         args = enumerate(whole.options["score_args"])
         self.shapes |= {f"score{index}": tuple(x.shape) for index, x in args if hasattr(x, "shape")}
         self._totals: Arrays = {}
@@ -371,23 +374,24 @@ class BackwardWalk(Walk):
     def _gradient(self, name: str, dtype: Any, out: Arrays) -> Any:
         total, late = self._totals.pop(name, None), self._late.pop(name, None)
         if total is None:
-            total = self.xp.zeros(self.shapes[name], self.sums if name in self._early else dtype)
+            total = self.tape.zeros(self.shapes[name], self.sums if name in self._early else dtype)
         if name in self._early:
             self._add_part(total, *self._early.pop(name))
         if late is None:
             return self._put(name, total, dtype, out)
         room = total if name not in out and total.dtype == dtype else self._room_for(name, total.shape, dtype, out)
-        dispatch.add(room, total, late)
+        self.tape.add(room, total, late)
         return room
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return the gradients of a part."""
-        call, results = self._call(BACKWARD, {**arrays, "bias": bias}, {**options, "out_dtype": self.sums})
-        found = gradients(call, results)
-        name = "bias" if "bias" in self.arrays else "key_bias"
-        named = {"q": found.dq, "k": found.dk, "v": found.dv, name: found.dbias}
-        named |= {f"score{index}": x for index, x in enumerate(found.dscore)}
-        return {name: x for name, x in named.items() if x is not None}
+        arrays = {**arrays, "bias": bias}
+        operands = {name: arrays["bias" if name == "key_bias" else name] for name in self.wanted if name in self.arrays}
+        args = self.whole.options["score_args"]
+        operands |= {name: args[int(name.removeprefix("score"))] for name in self.wanted if name not in operands}
+        unrounded = None if self.sums == arrays["q"].dtype else self.sums
+        made = {name: (tuple(x.shape), unrounded or x.dtype) for name, x in operands.items()}
+        return self._call(BACKWARD, arrays, {**options, "out_dtype": self.sums}, made)
 
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Add gradients by some rows and keys."""
@@ -408,11 +412,11 @@ class BackwardWalk(Walk):
             self._early[name] = array, places
             return
         if late is not None:
-            dispatch.add(total, total, late)
+            self.tape.add(total, total, late)
         if total is not None and is_whole:
             self._late[name] = array
         elif total is not None or not is_whole:
-            total = self.xp.zeros(self.shapes[name], array.dtype) if total is None else total
+            total = self.tape.zeros(self.shapes[name], array.dtype) if total is None else total
             self._add_part(total, array, places)
         else:
             total = array
@@ -427,7 +431,7 @@ class BackwardWalk(Walk):
             for axis, (target, source) in zip(places, chosen, strict=True):
                 index[axis], other[axis] = target, source
             target = total[tuple(index)]
-            dispatch.add(target, target, array[tuple(other)])
+            self.tape.add(target, target, array[tuple(other)])
 
 
 def axis_of(name: str) -> int:

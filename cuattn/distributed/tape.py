@@ -1,0 +1,272 @@
+"""What a rank does with its arrays in a call, taken down once and done as often as such calls are made.
+
+It depends on layouts, mask and what arrays look like, not on their numbers: :mod:`cuattn.distributed.walk` goes its way
+with arrays that are only :class:`Described`, and a :class:`Tape` takes down each step.  A run finds nothing out: it
+hands arrays on, addresses on a GPU, and lets go of each array behind the last step that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from cuattn import dispatch
+from cuattn.api import gradients
+from cuattn.distributed import flight
+from cuattn.distributed.comm import Comm, Messages
+from cuattn.masks.device import load_cupy, namespace
+from cuattn.problem import Operation, Options
+
+Step = Callable[["_Run"], None]
+
+
+class Described:
+    """An array, or a part of one, that runs of a tape have: it tells what a NumPy array tells of its layout.
+
+    Parameters
+    ----------
+    tape : Tape
+    number : int
+        Of the array.
+    layout : numpy.ndarray
+        One of the same shape, dtype and strides, without memory.
+    begin : int, optional
+        The address of the whole array's.
+    views : tuple of index, optional
+        What, one after the other, makes the part of the whole.
+    """
+
+    __slots__ = ("_begin", "_layout", "number", "tape", "views")
+
+    def __init__(
+        self, tape: Tape, number: int, layout: np.ndarray, begin: int | None = None, views: tuple[Any, ...] = ()
+    ) -> None:
+        self.tape, self.number, self._layout, self.views = tape, number, layout, views
+        self._begin = layout.ctypes.data if begin is None else begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layout, name)
+
+    def __getitem__(self, index: Any) -> Described:
+        part, whole = self._layout[index], self._layout
+        if (part.shape, part.strides) == (whole.shape, whole.strides):  # what begins elsewhere is shorter
+            return self
+        return Described(self.tape, self.number, part, self._begin, (*self.views, index))
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in the whole array, in bytes."""
+        return self._layout.ctypes.data - self._begin
+
+
+def empty_like(array: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """Return a new array of the same kind, described if that one is."""
+    made = array.tape if isinstance(array, Described) else namespace(array)
+    return made.empty(tuple(shape), dtype)
+
+
+def add(out: Any, *terms: Any) -> None:
+    """Round an array, or the sum of two, to `out`, see :func:`cuattn.dispatch.add`; or take that down."""
+    (out.tape if isinstance(out, Described) else dispatch).add(out, *terms)
+
+
+def start(comm: Comm, sends: Messages, recvs: Messages) -> Callable[[], None]:
+    """Send and receive, see :func:`cuattn.distributed.flight.start`; or take that down."""
+    described = next((x for _, x in (*sends, *recvs) if isinstance(x, Described)), None)
+    return flight.start(comm, sends, recvs) if described is None else described.tape.exchange(sends, recvs)
+
+
+class _Run:
+    """The arrays of one run, by number, and what else its steps need."""
+
+    __slots__ = ("arrays", "comm", "state", "stream", "waits")
+
+    def __init__(self, count: int, comm: Comm, state: Any, stream: Any) -> None:
+        self.arrays: list[Any] = [None] * count
+        self.waits: dict[int, Callable[[], None]] = {}
+        self.comm, self.state, self.stream = comm, state, stream
+
+    def view(self, number: int, views: tuple[Any, ...]) -> Any:
+        """Return an array, or a part of it."""
+        array = self.arrays[number]
+        for index in views:
+            array = array[index]
+        return array
+
+
+class Tape:
+    """The steps of a rank.
+
+    Parameters
+    ----------
+    rank : int
+    arrays : dict of str to array
+        Like those of runs, NumPy or CuPy.
+
+    Attributes
+    ----------
+    arrays : dict of str to Described
+        The same.
+    """
+
+    def __init__(self, rank: int, arrays: Mapping[str, Any]) -> None:
+        self._rank, self._xp = rank, namespace(next(iter(arrays.values())))
+        self._steps: list[Step] = []
+        self._uses: list[list[int]] = []
+        self._count = self._exchanges = 0
+        self.arrays = {name: self._described(x.shape, x.dtype, x.strides) for name, x in arrays.items()}
+
+    def _described(self, shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None) -> Described:
+        if strides is None:
+            strides = np.cumprod([np.dtype(dtype).itemsize, *shape[:0:-1]])[::-1].tolist()[: len(shape)]
+        number, self._count = self._count, self._count + 1
+        return Described(self, number, as_strided(np.empty(1, dtype), shape, strides))
+
+    def _take(self, step: Step, *used: Described) -> None:
+        self._steps.append(step)
+        self._uses.append([array.number for array in used])
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Described:
+        """Make an array."""
+        return self._made("empty", shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Described:
+        """Make an array of zeros."""
+        return self._made("zeros", shape, dtype)
+
+    def _made(self, name: str, shape: Sequence[int], dtype: Any) -> Described:
+        out, make, shape = self._described(shape, dtype), getattr(self._xp, name), tuple(shape)
+        number = out.number
+
+        def step(run: _Run) -> None:
+            run.arrays[number] = make(shape, dtype)
+
+        self._take(step, out)
+        return out
+
+    def add(self, out: Described, *terms: Described) -> None:
+        """Round an array, or the sum of two, to `out`."""
+        if out.size:
+            self._fill((out, *terms), dispatch.adding, dispatch.add)
+
+    def merge(self, *arrays: Described) -> None:
+        """Merge the (o, l, m) of two parts, see :func:`cuattn.dispatch.merge_into`."""
+        self._fill(arrays, dispatch.merging, dispatch.merge_into)
+
+    def _fill(self, used: Sequence[Described], prepare: Callable[..., Any], fill: Callable[..., None]) -> None:
+        """Take down what fills the first of some arrays; its launches are found in the first run and kept."""
+        places = [(array.number, array.views) for array in used]
+        offsets, found = [(array.number, array.offset) for array in used], []
+
+        def step(run: _Run) -> None:
+            sequence = found[0] if found else prepare(*[run.view(*place) for place in places])
+            found[:] = (sequence,)
+            if sequence is None:
+                return fill(*[run.view(*place) for place in places])
+            addresses = [run.arrays[number].data.ptr + offset for number, offset in offsets]
+            dispatch.fill(sequence, addresses, run.stream)
+
+        self._take(step, *used)
+
+    def exchange(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
+        """Begin to send and to receive, see :func:`cuattn.distributed.flight.start`; return what takes the wait down."""
+        sends, recvs = ([(peer, x) for peer, x in pairs if peer != self._rank and x.size] for pairs in (sends, recvs))
+        used = [x for _, x in (*sends, *recvs)]
+        if not used:
+            return lambda: None
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        sent, received = ([(peer, x.number, x.views) for peer, x in pairs] for pairs in (sends, recvs))
+
+        def step(run: _Run) -> None:
+            pairs = ([(peer, run.view(*place)) for peer, *place in each] for each in (sent, received))
+            run.waits[number] = flight.start(run.comm, *pairs)
+
+        def wait(run: _Run) -> None:
+            run.waits.pop(number)()
+
+        self._take(step, *used)
+        return lambda: self._take(wait, *used)
+
+    def compute(
+        self,
+        operation: Operation,
+        arrays: Mapping[str, Any],
+        options: Options,
+        origin: Any,
+        functions: tuple[Any, Any],
+        made: Mapping[str, tuple[Sequence[int], Any]],
+    ) -> dict[str, Described]:
+        """Compute a part, see :class:`cuattn.dispatch.Call`.
+
+        Parameters
+        ----------
+        operation : Operation
+        arrays : dict of str to array
+            Described, but for a mask.
+        options, origin : Options, Origin or None
+        functions : (score, score_args)
+        made : dict of str to (shape, dtype)
+            The results, a gradient by the name of its operand.
+        """
+        results = {name: self._described(*of) for name, of in made.items()}
+        numbers, replays = {name: x.number for name, x in results.items()}, operation.replays
+        given = operation.given(arrays)
+        described = {name: x for name, x in given.items() if isinstance(x, Described)}
+        places = [(name, x.number, x.views) for name, x in described.items()]
+        rest = {name: x for name, x in given.items() if name not in described}
+        order = tuple(given) if rest else ()
+
+        def step(run: _Run) -> None:
+            named = {name: run.view(number, views) for name, number, views in places}
+            if order:
+                named |= rest
+                named = {name: named[name] for name in order}
+            call = dispatch.Call(operation, named, options, run.state, origin, None, *functions)
+            found = dispatch.compute(call)[0]
+            for name, array in _by_operand(call, found).items() if replays else zip(numbers, found, strict=True):
+                if name in numbers:
+                    run.arrays[numbers[name]] = array
+
+        self._take(step, *described.values(), *results.values())
+        return results
+
+    def end(self, results: Mapping[str, Described]) -> Tape:
+        """Tell what a run returns."""
+        self._results = {name: (x.number, x.views) for name, x in results.items()}
+        needed = {number for number, _ in self._results.values()}
+        self._done: list[tuple[Step, list[int]]] = []
+        for step, used in zip(reversed(self._steps), reversed(self._uses), strict=True):
+            self._done.append((step, [number for number in {*used} if number not in needed]))
+            needed.update(used)
+        self._done.reverse()
+        return self
+
+    def run(self, arrays: Mapping[str, Any], comm: Comm, state: Any) -> dict[str, Any]:
+        """Do it all; return the results.
+
+        Parameters
+        ----------
+        arrays : dict of str to array
+        comm : Comm
+        state : RNGState or None
+            Of dropout.
+        """
+        stream = None if self._xp is np else load_cupy("arrays").cuda.get_current_stream()
+        run = _Run(self._count, comm, state, stream)
+        for name, described in self.arrays.items():
+            run.arrays[described.number] = arrays[name]
+        for step, done in self._done:
+            step(run)
+            for number in done:
+                run.arrays[number] = None
+        return {name: run.view(*place) for name, place in self._results.items()}
+
+
+def _by_operand(call: dispatch.Call, results: list[Any]) -> dict[str, Any]:
+    """Return the results of a backward by the names of their operands."""
+    found = gradients(call, results)
+    named = {"q": found.dq, "k": found.dk, "v": found.dv, "bias": found.dbias, "key_bias": found.dbias}
+    return named | {f"score{index}": x for index, x in enumerate(found.dscore)}
