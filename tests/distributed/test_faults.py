@@ -143,16 +143,16 @@ def test_a_rank_that_is_late_breaks_the_comm():
 
 
 def test_a_call_that_fails_inside_ends_all(monkeypatch):
-    from cuattn.distributed import walk
+    from cuattn.distributed import tape
 
-    plain = walk.dispatch.compute
+    plain = tape.dispatch.compute
 
     def fails(call):
         if threading.current_thread().name.endswith("1"):
             raise MemoryError("no room")
         return plain(call)
 
-    monkeypatch.setattr(walk.dispatch, "compute", fails)
+    monkeypatch.setattr(tape.dispatch, "compute", fails)
     with pytest.raises(MemoryError, match="no room"):
         spawn(lambda comm: distributed.attention(X, X, X, comm=comm), ranks=3)
 

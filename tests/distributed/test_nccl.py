@@ -112,10 +112,10 @@ def test_host_arrays_are_seen():
 
 def test_kernels_leave_as_much_room_for_messages_as_a_comm_asks(monkeypatch):
     from cuattn import distributed
-    from cuattn.distributed import walk
+    from cuattn.distributed import tape
 
-    x, seen, plain = np.ones((2, 16, 4), np.float32), [], walk.dispatch.compute
-    monkeypatch.setattr(walk.dispatch, "compute", lambda call: seen.append(call.options.sm_margin) or plain(call))
+    x, seen, plain = np.ones((2, 16, 4), np.float32), [], tape.dispatch.compute
+    monkeypatch.setattr(tape.dispatch, "compute", lambda call: seen.append(call.options.sm_margin) or plain(call))
 
     def work(comm):
         comm.sm_margin = 16
