@@ -17,10 +17,12 @@ from cuattn import dispatch
 from cuattn.api import gradients
 from cuattn.distributed import flight
 from cuattn.distributed.comm import Comm, Messages
-from cuattn.masks.device import load_cupy, namespace
+from cuattn.interop.origin import constructor
+from cuattn.masks.device import namespace
 from cuattn.problem import Operation, Options
 
 Step = Callable[["_Run"], None]
+Place = tuple[int, tuple[Any, ...], tuple[Any, Any, int] | None]
 
 
 class Described:
@@ -82,16 +84,21 @@ def start(comm: Comm, sends: Messages, recvs: Messages) -> Callable[[], None]:
 class _Run:
     """The arrays of one run, by number, and what else its steps need."""
 
-    __slots__ = ("arrays", "comm", "state", "stream", "waits")
+    __slots__ = ("arrays", "comm", "new", "state", "stream", "waits")
 
-    def __init__(self, count: int, comm: Comm, state: Any, stream: Any) -> None:
+    def __init__(self, count: int, comm: Comm, state: Any, cupy: Any) -> None:
         self.arrays: list[Any] = [None] * count
         self.waits: dict[int, Callable[[], None]] = {}
-        self.comm, self.state, self.stream = comm, state, stream
+        self.comm, self.state = comm, state
+        if cupy is not None:
+            self.new, self.stream = constructor(cupy.ndarray), cupy.cuda.get_current_stream()
 
-    def view(self, number: int, views: tuple[Any, ...]) -> Any:
-        """Return an array, or a part of it."""
+    def view(self, number: int, views: tuple[Any, ...], flat: tuple[Any, Any, int] | None) -> Any:
+        """Return an array, or a part of it, see :meth:`Tape._place`."""
         array = self.arrays[number]
+        if flat is not None:
+            shape, dtype, offset = flat
+            return self.new(shape, dtype, array.data + offset)
         for index in views:
             array = array[index]
         return array
@@ -124,6 +131,13 @@ class Tape:
             strides = np.cumprod([np.dtype(dtype).itemsize, *shape[:0:-1]])[::-1].tolist()[: len(shape)]
         number, self._count = self._count, self._count + 1
         return Described(self, number, as_strided(np.empty(1, dtype), shape, strides))
+
+    def _place(self, array: Described) -> Place:
+        """Return what a run finds an array by: its number, its views and, of a contiguous part on a GPU, its place."""
+        flat = None
+        if self._xp is not np and array.views and array.flags.c_contiguous:
+            flat = array.shape, array.dtype, array.offset
+        return array.number, array.views, flat
 
     def _take(self, step: Step, *used: Described) -> None:
         self._steps.append(step)
@@ -158,7 +172,7 @@ class Tape:
 
     def _fill(self, used: Sequence[Described], prepare: Callable[..., Any], fill: Callable[..., None]) -> None:
         """Take down what fills the first of some arrays; its launches are found in the first run and kept."""
-        places = [(array.number, array.views) for array in used]
+        places = [self._place(array) for array in used]
         offsets, found = [(array.number, array.offset) for array in used], []
 
         def step(run: _Run) -> None:
@@ -178,7 +192,7 @@ class Tape:
         if not used:
             return lambda: None
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        sent, received = ([(peer, x.number, x.views) for peer, x in pairs] for pairs in (sends, recvs))
+        sent, received = ([(peer, *self._place(x)) for peer, x in pairs] for pairs in (sends, recvs))
 
         def step(run: _Run) -> None:
             pairs = ([(peer, run.view(*place)) for peer, *place in each] for each in (sent, received))
@@ -215,12 +229,12 @@ class Tape:
         numbers, replays = {name: x.number for name, x in results.items()}, operation.replays
         given = operation.given(arrays)
         described = {name: x for name, x in given.items() if isinstance(x, Described)}
-        places = [(name, x.number, x.views) for name, x in described.items()]
+        places = [(name, *self._place(x)) for name, x in described.items()]
         rest = {name: x for name, x in given.items() if name not in described}
         order = tuple(given) if rest else ()
 
         def step(run: _Run) -> None:
-            named = {name: run.view(number, views) for name, number, views in places}
+            named = {name: run.view(*place) for name, *place in places}
             if order:
                 named |= rest
                 named = {name: named[name] for name in order}
@@ -235,8 +249,8 @@ class Tape:
 
     def end(self, results: Mapping[str, Described]) -> Tape:
         """Tell what a run returns."""
-        self._results = {name: (x.number, x.views) for name, x in results.items()}
-        needed = {number for number, _ in self._results.values()}
+        self._results = {name: self._place(x) for name, x in results.items()}
+        needed = {number for number, *_ in self._results.values()}
         self._done: list[tuple[Step, list[int]]] = []
         for step, used in zip(reversed(self._steps), reversed(self._uses), strict=True):
             self._done.append((step, [number for number in {*used} if number not in needed]))
@@ -254,8 +268,7 @@ class Tape:
         state : RNGState or None
             Of dropout.
         """
-        stream = None if self._xp is np else load_cupy("arrays").cuda.get_current_stream()
-        run = _Run(self._count, comm, state, stream)
+        run = _Run(self._count, comm, state, None if self._xp is np else self._xp)
         for name, described in self.arrays.items():
             run.arrays[described.number] = arrays[name]
         for step, done in self._done:
