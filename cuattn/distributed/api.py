@@ -287,7 +287,7 @@ def _computed(request: Request, taped: Callable[[Request, Arrays], Arrays]) -> A
     with request.home.scope():
         try:
             if request.tape is None:
-                tape = Tape(request.comm.rank, request.arrays)
+                tape = Tape(request.arrays)
                 request.keep(tape.end(taped(request, tape.arrays)))
             found = request.tape.run(request.arrays, request.comm, request.state)
         except DistributedError:

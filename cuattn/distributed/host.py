@@ -48,13 +48,14 @@ class Process(Closing):
     local_size = 1
     timeout = TIMEOUT
     _nccl: Nccl | None = None
+    _heads: np.ndarray | None = None  # of objects, by rank
     _broken: DistributedError | None = None
 
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Send and receive, see :class:`cuattn.distributed.Comm`."""
         self.check()
         try:
-            if not on_gpu((*sends, *recvs)):
+            if not on_gpu((*sends[:1], *recvs[:1])):
                 self._exchange([(p, as_bytes(x)) for p, x in sends], [(p, as_bytes(x)) for p, x in recvs])
             elif self._nccl is not None:
                 self._nccl.exchange(sends, recvs, stream=stream)
@@ -93,15 +94,20 @@ class Process(Closing):
 
         A message of a fixed size has an object's length and, if it is short, the object itself.
         """
-        content = np.frombuffer(bytearray(pickle.dumps(obj)), np.uint8)  # which libraries want to be able to write to
-        rest, mine = content[_SHORT:], np.zeros(_HEAD + _SHORT, np.uint8)
-        mine[:_HEAD].view(np.int64)[0] = content.size
-        mine[_HEAD:][: content.size] = content[:_SHORT]
-        heads = gathered(self, mine, [mine.shape] * self.size)
-        sizes = [int(head[:_HEAD].view(np.int64)[0]) for head in heads]
-        rests = gathered(self, rest, [(max(size - _SHORT, 0),) for size in sizes])
-        parts = zip(sizes, heads, rests, strict=True)
-        return [pickle.loads(head[_HEAD:][:size].tobytes() + rest.tobytes()) for size, head, rest in parts]
+        content, others = pickle.dumps(obj), [peer for peer in range(self.size) if peer != self.rank]
+        if self._heads is None:
+            self._heads = np.empty((self.size, _HEAD + _SHORT), np.uint8)
+        heads = self._heads
+        heads[self.rank, :_HEAD].view(np.int64)[0] = len(content)
+        heads[self.rank, _HEAD:][: len(content)] = np.frombuffer(content[:_SHORT], np.uint8)
+        self.exchange([(peer, heads[self.rank]) for peer in others], [(peer, heads[peer]) for peer in others])
+        sizes = heads[:, :_HEAD].view(np.int64)[:, 0].tolist()
+        rests = [b""] * self.size
+        if max(sizes) > _SHORT:
+            rest = np.frombuffer(bytearray(content[_SHORT:]), np.uint8)  # libraries want to be able to write to it
+            rests = gathered(self, rest, [(max(size - _SHORT, 0),) for size in sizes])
+        parts = zip(sizes, heads[:, _HEAD:], rests, strict=True)
+        return [pickle.loads(head[:size].tobytes() + bytes(rest)) for size, head, rest in parts]
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
@@ -152,34 +158,39 @@ class Nccl:
 
     def __init__(self, nccl: Any, timeout: float) -> None:
         self._nccl, self._timeout, self.failed = nccl, timeout, ""
+        self._cuda, self._library = load_cupy("array").cuda, load_nccl()
+        self._device: Any = None
+        self._free: list[Any] = []  # events
         self._pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._watch, name="cuattn-nccl", daemon=True).start()
 
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Enqueue messages."""
-        cuda, nccl = load_cupy("array").cuda, load_nccl()
-        stream, done = stream or cuda.get_current_stream(), cuda.Event(disable_timing=True)
-        enqueued = threading.Event()  # which waits for peers, too, when they first meet
-        self._pending.put((enqueued, done, cuda.Device(), time.monotonic() + self._timeout))
+        cuda, nccl, kind = self._cuda, self._library, self._library.NCCL_UINT8
+        stream, self._device = stream or cuda.get_current_stream(), self._device or cuda.Device()
+        done = self._free.pop() if self._free else cuda.Event(disable_timing=True)
+        enqueued: list[bool] = []  # which waits for peers, too, when they first meet
+        self._pending.put((enqueued, done, time.monotonic() + self._timeout))
         nccl.groupStart()
         try:
             for call, messages in ((self._nccl.send, sends), (self._nccl.recv, recvs)):
                 for peer, array in messages:
-                    call(array.data.ptr, array.nbytes, nccl.NCCL_UINT8, peer, stream.ptr)
+                    call(array.data.ptr, array.nbytes, kind, peer, stream.ptr)
         finally:
             nccl.groupEnd()
         done.record(stream)
-        enqueued.set()
+        enqueued.append(True)
 
     def _watch(self) -> None:
         """Abort what is not done in time."""
         while (item := self._pending.get()) is not None:
-            enqueued, event, device, end = item
-            with device:
-                while not (done := enqueued.is_set() and event.done) and time.monotonic() < end and self._sound():
+            enqueued, event, end = item
+            with self._device:
+                while not (done := enqueued and event.done) and time.monotonic() < end and self._sound():
                     time.sleep(1e-2)
-                if not done:
-                    return self.abort(f"NCCL failed, or did not finish within {self._timeout:g} s")
+            if not done:
+                return self.abort(f"NCCL failed, or did not finish within {self._timeout:g} s")
+            self._free.append(event)
 
     def _sound(self) -> bool:
         """Return whether NCCL knows of no error."""

@@ -76,9 +76,15 @@ def add(out: Any, *terms: Any) -> None:
 
 
 def start(comm: Comm, sends: Messages, recvs: Messages) -> Callable[[], None]:
-    """Send and receive, see :func:`cuattn.distributed.flight.start`; or take that down."""
-    described = next((x for _, x in (*sends, *recvs) if isinstance(x, Described)), None)
-    return flight.start(comm, sends, recvs) if described is None else described.tape.exchange(sends, recvs)
+    """Send and receive, see :func:`cuattn.distributed.flight.start`, or take that down; return what waits for it.
+
+    Messages to itself and empty ones are skipped.
+    """
+    sends, recvs = ([(peer, x) for peer, x in pairs if peer != comm.rank and x.size] for pairs in (sends, recvs))
+    if not sends and not recvs:
+        return lambda: None
+    array = (sends or recvs)[0][1]
+    return array.tape.exchange(sends, recvs) if isinstance(array, Described) else flight.start(comm, sends, recvs)
 
 
 class _Run:
@@ -109,7 +115,6 @@ class Tape:
 
     Parameters
     ----------
-    rank : int
     arrays : dict of str to array
         Like those of runs, NumPy or CuPy.
 
@@ -119,8 +124,8 @@ class Tape:
         The same.
     """
 
-    def __init__(self, rank: int, arrays: Mapping[str, Any]) -> None:
-        self._rank, self._xp = rank, namespace(next(iter(arrays.values())))
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self._xp = namespace(next(iter(arrays.values())))
         self._steps: list[Step] = []
         self._uses: list[list[int]] = []
         self._count = self._exchanges = 0
@@ -186,17 +191,14 @@ class Tape:
         self._take(step, *used)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """Begin to send and to receive, see :func:`cuattn.distributed.flight.start`; return what takes the wait down."""
-        sends, recvs = ([(peer, x) for peer, x in pairs if peer != self._rank and x.size] for pairs in (sends, recvs))
+        """Begin to send and to receive, see :func:`start`; return what takes the wait down."""
         used = [x for _, x in (*sends, *recvs)]
-        if not used:
-            return lambda: None
         number, self._exchanges = self._exchanges, self._exchanges + 1
         sent, received = ([(peer, *self._place(x)) for peer, x in pairs] for pairs in (sends, recvs))
 
         def step(run: _Run) -> None:
             pairs = ([(peer, run.view(*place)) for peer, *place in each] for each in (sent, received))
-            run.waits[number] = flight.start(run.comm, *pairs)
+            run.waits[number] = flight.start(run.comm, *pairs)  # which holds nothing: the arrays live until the wait
 
         def wait(run: _Run) -> None:
             run.waits.pop(number)()

@@ -19,7 +19,7 @@ import numpy as np
 from cuattn.distributed.arrays import like, local, merged, messages, pieces, put, taken
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
-from cuattn.distributed.tape import Described
+from cuattn.distributed.tape import Described, start
 from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import Work
 from cuattn.masks.runs import Runs, length_of
@@ -199,7 +199,7 @@ class Walk(ABC):
         for client, runs, rooms in results:
             for name, room in rooms.items():
                 recvs += [(client, x) for x in pieces(room, runs, runs, axis_of(name)) or [room]]
-        wait = self.tape.exchange(*([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, recvs)))
+        wait = start(team.comm, *([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, recvs)))
 
         def finish() -> Arrived | None:
             wait()
