@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -185,6 +185,16 @@ class _Known:
     numbers: tuple[Any, ...] | None = ()
     masks: tuple[Mask, ...] | None = None
     kept: dict[int, Any] | None = None
+    places: dict[Origin, Any] = field(default_factory=dict)
+
+    def place(self, origin: Origin) -> Any:
+        """Return where a part stands, see :func:`place_of`: the same object for the same origin, for a while."""
+        found = self.places.get(origin)
+        if found is None:
+            if len(self.places) >= _PLACES_KEPT:
+                self.places.clear()
+            found = self.places[origin] = place_of(self.problem, origin)
+        return found
 
 
 def _memo(size: int) -> Callable[..., _Known]:
@@ -194,6 +204,7 @@ def _memo(size: int) -> Callable[..., _Known]:
 
 _known = _memo(1024)  # by kinds of masks and functions
 _of_masks = _memo(64)  # by functions that are masks, which hold tables
+_PLACES_KEPT = 16  # of the parts that calls of one signature are
 _OF_ONE = 32  # calls that a mask or the function of a score remembers, as long as it lives
 _epoch = object()
 
@@ -300,7 +311,7 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     if known.numbers is None or known.masks is not None:
         call.recall(known)
     state = _state(call, problem) if problem.dropout or call.random is not None else None
-    place = None if call.origin is None else place_of(problem, call.origin)
+    place = None if call.origin is None else known.place(call.origin)
     if origin.backend == "cpu":
         return _on_host(call, known, call.arrays, origin, state, place), state
     if origin.is_current:
