@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -117,8 +118,9 @@ class Alone(Closing):
         """Do nothing: nobody waits."""
 
 
-# Seconds that a wait does not sleep, but lets others have its core: the shortest sleep takes half as long.
+# Seconds that a wait does not sleep, but lets others have its core: the shortest sleep, of 0 s, too, takes a third as long.
 _AWAKE = 2e-4
+_let_others = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Deadline:
@@ -133,6 +135,8 @@ class Deadline:
             waited = time.monotonic() - self._begin
             if waited > self._seconds:
                 raise DistributedError(f"no answer within {self._seconds:g} s", what())
+            if waited < _AWAKE:
+                _let_others()
+                continue
+            self._pause = min(self._pause + 2e-5, 1e-3)
             time.sleep(self._pause)
-            if waited > _AWAKE:
-                self._pause = min(self._pause + 2e-5, 1e-3)
