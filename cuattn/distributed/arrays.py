@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ def common(these: Runs, those: Runs) -> Runs:
     return merged(found)
 
 
+@lru_cache(maxsize=256)  # asked for by every array
 def local(whole: Runs, part: Runs) -> tuple[slice, ...]:
     """Return where runs that are part of others lie in an array that holds these."""
     return tuple([slice(begin, stop) for begin, stop in kept_before(np.reshape(part, (-1, 2)), whole).tolist()])
@@ -113,7 +115,8 @@ def pieces(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any] | None:
     count = math.prod(lead) * len(runs)
     if array.itemsize * math.prod((length_of(runs), *array.shape[len(lead) + 1 :])) < _PIECE * len(runs) or not count:
         return None
-    return [array[(*index, place)] for index in np.ndindex(*lead) for place in local(whole, runs)]
+    places = local(whole, runs)
+    return [array[(*index, place)] for index in np.ndindex(*lead) for place in places]
 
 
 def messages(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any]:

@@ -7,7 +7,9 @@ hands arrays on, addresses on a GPU, and lets go of each array behind the last s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -132,10 +134,11 @@ class Tape:
         self.arrays = {name: self._described(x.shape, x.dtype, x.strides) for name, x in arrays.items()}
 
     def _described(self, shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None) -> Described:
+        layout = np.empty(1, dtype)
         if strides is None:
-            strides = np.cumprod([np.dtype(dtype).itemsize, *shape[:0:-1]])[::-1].tolist()[: len(shape)]
+            strides = [*accumulate(shape[:0:-1], operator.mul, initial=layout.itemsize)][::-1][: len(shape)]
         number, self._count = self._count, self._count + 1
-        return Described(self, number, as_strided(np.empty(1, dtype), shape, strides))
+        return Described(self, number, as_strided(layout, shape, strides))
 
     def _place(self, array: Described) -> Place:
         """Return what a run finds an array by: its number, its views and, of a contiguous part on a GPU, its place."""
