@@ -171,7 +171,11 @@ class Request:
         None of a call in which more may be wrong than shapes, dtypes and options tell.
         """
         settings, mask, comm, home = self.settings, self.mask, self.comm, self.home
-        if not (mask is None or isinstance(mask, Mask)) or settings["score_args"] != () or settings["score"] is not None:
+        if (
+            not (mask is None or isinstance(mask, Mask))
+            or settings["score_args"] != ()
+            or settings["score"] is not None
+        ):
             return None
         if settings["out"] is not None or (self.state is None and settings.get("rng") is not None):
             return None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cuattn.distributed import DistributedError, connect, host
+from cuattn.distributed import DistributedError, connect, gpu, host
 
 
 class Array:
@@ -59,8 +59,8 @@ def fake(monkeypatch):
     )
     stream = SimpleNamespace(ptr=7)
     cuda = SimpleNamespace(Event=events, Device=contextlib.nullcontext, get_current_stream=lambda: stream)
-    monkeypatch.setattr(host, "load_cupy", lambda name: SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(host, "load_nccl", lambda: library)
+    monkeypatch.setattr(gpu, "load_cupy", lambda name: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(gpu, "load_nccl", lambda: library)
     return SimpleNamespace(nccl=nccl, events=events)
 
 
