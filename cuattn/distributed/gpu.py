@@ -145,7 +145,7 @@ class Nccl(OnGpu):
 
 
 class Copies(OnGpu):
-    """Messages by copy engines, which leave all multiprocessors to what is computed: a rank fetches from its peers' memory.
+    """Messages by copy engines, which leave all multiprocessors to what is computed: ranks read their peers' memory.
 
     Hosts tell each other where messages lie.  Streams await each other's counts, in the memory of the GPU that waits:
     how many groups of messages a peer has made ready, and how many it has taken.
@@ -181,14 +181,14 @@ class Copies(OnGpu):
     def works(self, allocations: Sequence[bytes]) -> bool:
         """Return whether peers' counts come here, and can be read there: all ranks that have met ask this."""
         stream, runtime = self._cuda.Stream(non_blocking=True), self._cuda.runtime
-        found = np.zeros((self._size, 2), np.uint32)
-        for peer, counts in self._theirs.items():
+        found = np.zeros((self._size - 1, 1), np.uint32)
+        for counts in self._theirs.values():
             self._write(stream, counts + self._at(self._rank, 0), 1)
-        for peer, counts in self._theirs.items():
+        for peer in self._theirs:
             self._await(stream, self._counts.ptr + self._at(peer, 0), 1)
-        read = [(peer, self._cuda.alloc(_COUNT)) for peer in self._theirs]
-        for peer, room in read:
-            where = self._theirs[peer] + self._at(self._rank, 0)
+        rooms = [self._cuda.alloc(_COUNT) for _ in self._theirs]
+        for room, counts in zip(rooms, self._theirs.values(), strict=True):
+            where = counts + self._at(self._rank, 0)
             runtime.memcpyAsync(room.ptr, where, _COUNT, runtime.memcpyDefault, stream.ptr)
         done, end = stream.record(), time.monotonic() + _TRIAL
         while not done.done and time.monotonic() < end:
@@ -196,9 +196,9 @@ class Copies(OnGpu):
         if not done.done:
             self.abort(f"{self.name}: no answer within {_TRIAL:g} s")
             return False
-        for peer, room in read:
-            runtime.memcpy(found[peer].ctypes.data, room.ptr, _COUNT, runtime.memcpyDefault)
-        return all(found[peer, 0] == 1 for peer in self._theirs)
+        for number, room in zip(found, rooms, strict=True):
+            runtime.memcpy(number.ctypes.data, room.ptr, _COUNT, runtime.memcpyDefault)
+        return bool((found == 1).all())
 
     def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> None:
         ours, targets = _by_peer(sends), _by_peer(recvs)

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from cuattn.distributed import DistributedError, gpu, spawn
 
 
+EVERY = []  # pieces of memory
+
+
 class Memory:
     """A piece of memory that other ranks can find."""
-
-    every: list["Memory"] = []
 
     def __init__(self, size):
         self._held = np.zeros(size, np.uint8)
         self.ptr, self.size = self._held.ctypes.data, size
-        self.every.append(self)
+        EVERY.append(self)
 
 
 class Event:
@@ -92,7 +93,7 @@ class Driver:
     """The same of its driver: a wait that nothing has met yet, of a stream that does all at once, waits itself."""
 
     def cuMemGetAddressRange_v2(self, begin, size, address):
-        (found,) = (x for x in Memory.every if x.ptr <= address.value < x.ptr + x.size)
+        (found,) = (x for x in EVERY if x.ptr <= address.value < x.ptr + x.size)
         begin._obj.value, size._obj.value = found.ptr, found.size
         return 0
 
@@ -115,7 +116,7 @@ def runtime(monkeypatch):
     cuda = SimpleNamespace(runtime=runtime, get_current_stream=Stream, **parts)
     monkeypatch.setattr(gpu, "load_cupy", lambda name: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(gpu, "_driver", lambda: driver)
-    monkeypatch.setattr(Memory, "every", [])
+    EVERY.clear()
     return runtime
 
 
