@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from cuattn.distributed import DistributedError, gpu, spawn
 
-
 EVERY = []  # pieces of memory
 
 
