@@ -314,7 +314,10 @@ def _check_alone(placing: Placing, q: Any, k: Any) -> None:
 
 
 def _walk(request: Request, arrays: Arrays, kind: type[Walk], dtypes: Mapping[str, Any]) -> tuple[Arrays, Heads]:
-    """Take down the way to results of these dtypes, of this rank's heads where these are exchanged; and their way back."""
+    """Take down what makes results of these dtypes, of this rank's heads where these are exchanged.
+
+    Returns the results, and the exchange, which takes them back.
+    """
     comm, algorithm, visible = request.comm, request.algorithm, request.whole.visible
     heads = Heads(comm, request.costs[algorithm][1], {"row": request.rows, "key": request.keys})
     work = work_of(heads.layouts["row"], heads.layouts["key"], visible)

@@ -118,7 +118,7 @@ class Alone(Closing):
         """Do nothing: nobody waits."""
 
 
-# Seconds that a wait does not sleep, but lets others have its core: the shortest sleep, of 0 s, too, takes a third as long.
+# Seconds that a wait does not sleep, but lets others have its core: the shortest sleep takes a third as long, 0 s, too.
 _AWAKE = 2e-4
 _let_others = getattr(os, "sched_yield", lambda: time.sleep(0))
 

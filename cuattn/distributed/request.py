@@ -41,6 +41,13 @@ def defaults(name: str) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
+def _recalled(function: Any) -> Any:
+    """Return what tells a function that was traced, as long as it captures the same, from others; None of another."""
+    from cuattn.tracing import recall
+
+    return recall(function)
+
+
 class Request:
     """What all ranks together are asked for, as far as this one knows.
 
@@ -97,7 +104,6 @@ class Request:
             vars(self).update(self._memo)
             self._name_bias()
             self._widen()
-            self._outputs.check(self.made, self.arrays, self.home)
             return
 
         def settle() -> None:
@@ -140,6 +146,7 @@ class Request:
         self._memo = self._memo_of_call()
         if self._memo:
             message = self._memo["_message"]
+            self._outputs.check(self._memo["made"], arrays, self.home)
         else:
             rows = arrays["bias"].shape[-2:-1] if "bias" in arrays else ()
             brought = {"lengths": (arrays["q"].shape[-2], arrays["k"].shape[-2]), "rows": rows}
@@ -171,21 +178,25 @@ class Request:
         None of a call in which more may be wrong than shapes, dtypes and options tell.
         """
         settings, mask, comm, home = self.settings, self.mask, self.comm, self.home
-        if (
-            not (mask is None or isinstance(mask, Mask))
-            or settings["score_args"] != ()
-            or settings["score"] is not None
-        ):
+        options, functions = {name: x for name, x in settings.items() if name not in (*_OWN, "score")}, []
+        for function in (settings["score"], mask):
+            if callable(function):
+                functions.append(_recalled(function))
+            elif not (function is None or isinstance(function, Mask)):
+                return None
+        if not (mask is None or isinstance(mask, Mask)):
+            options["mask"] = callable
+        args, window = settings["score_args"], settings["window"]
+        if type(args) is not tuple or not all(type(x) in (bool, int, float) for x in args):
             return None
-        if settings["out"] is not None or (self.state is None and settings.get("rng") is not None):
+        if None in functions or (self.state is None and settings.get("rng") is not None):
             return None
-        options, window = {name: x for name, x in settings.items() if name not in _OWN}, settings["window"]
-        types = tuple(map(type, (*options.values(), *(window if isinstance(window, tuple) else ()))))
+        types = tuple(map(type, (*options.values(), *args, *(window if isinstance(window, tuple) else ()))))
         arrays = interop.signature(self.arrays)[0], tuple([array.strides for array in self.arrays.values()])
         ranks = comm.rank, comm.size, self._local_size, getattr(comm, "sm_margin", 0)
         where = *ranks, home.backend, home.device, home.kind, *self.placing.values()
         try:
-            return _memo(self.operation.name, tuple(options.items()), types, arrays, self._wanted, *where)
+            return _memo(self.operation.name, tuple(options.items()), types, *functions, arrays, self._wanted, *where)
         except TypeError:  # an option that cannot be hashed, and will be refused
             return None
 

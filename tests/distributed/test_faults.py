@@ -328,3 +328,22 @@ def test_turns_of_threads_are_given_back():
     for found in spawn(work, ranks=2):
         assert max(found) <= before and len(set(found)) == 1
     assert sys.getswitchinterval() == before
+
+
+def test_messages_match_in_order_however_exchanges_group_them():
+    def work(comm):
+        peer, found = 1 - comm.rank, np.zeros((4, 3))
+        mine = np.arange(12.0).reshape(4, 3) + 100 * comm.rank
+        groups = ((0, 1), (1, 4)) if comm.rank else ((0, 3), (3, 4))
+        if comm.rank:
+            comm.exchange([(peer, x) for x in mine], [])
+            for first, last in groups:
+                comm.exchange([], [(peer, x) for x in found[first:last]])
+        else:
+            for first, last in groups:
+                comm.exchange([], [(peer, x) for x in found[first:last]])
+            comm.exchange([(peer, x) for x in mine], [])
+        return found
+
+    for rank, found in enumerate(spawn(work, ranks=2)):
+        np.testing.assert_array_equal(found, np.arange(12.0).reshape(4, 3) + 100 * (1 - rank))
