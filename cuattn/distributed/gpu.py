@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ import numpy as np
 from cuattn.distributed.comm import LOG, DistributedError, Messages
 from cuattn.masks.device import load_cupy
 
-_PLACE = np.dtype([("allocation", np.int64, 8), ("offset", np.int64), ("nbytes", np.int64)])
-"""Where a message lies: what CUDA names its allocation by for other processes, and the place in it."""
+_HANDLE = 8  # words of what CUDA knows an allocation by in other processes
+_PLACE = np.dtype([("allocation", np.int64, _HANDLE + 1), ("offset", np.int64), ("nbytes", np.int64)])
+"""Where a message lies: the name of its allocation, and the place in it."""
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _COUNT = 4  # bytes of a count
 _MAPPED = 64  # allocations of others that are kept, at most
 _TRIAL = 10.0  # seconds
@@ -169,13 +171,15 @@ class Copies(OnGpu):
         runtime.deviceSynchronize()
         self._rescue = self._cuda.Stream(non_blocking=True)
         self._theirs: dict[int, int] = {}  # addresses of peers' counts
-        self._mapped: dict[bytes, int] = {}
+        self._mapped: dict[bytes, tuple[int, int]] = {}  # by handle: the allocation's number, its address here
+        self._names: dict[tuple[int, int], bytes] = {}  # of this rank's allocations
         self._ready, self._taken = [1] * size, [1] * size  # groups that this rank has sent, and fetched
         self.allocation = self._allocation(self._counts.ptr)[2]
 
     def meet(self, allocations: Sequence[bytes]) -> bool:
         """Map all peers' counts, given all ranks' allocations; return whether that is done, or raise."""
-        self._theirs = {peer: self._map(x) for peer, x in enumerate(allocations) if peer != self._rank}
+        others = [(peer, np.frombuffer(x, np.int64)) for peer, x in enumerate(allocations) if peer != self._rank]
+        self._theirs = {peer: self._map(name) for peer, name in others}
         return True
 
     def works(self, allocations: Sequence[bytes]) -> bool:
@@ -218,53 +222,71 @@ class Copies(OnGpu):
 
     def _places(self, arrays: Sequence[Any]) -> np.ndarray:
         """Return where arrays lie."""
-        found, begin, end = np.empty(len(arrays), _PLACE), 0, 0
-        for place, array in zip(found, arrays, strict=True):
-            at = array.data.ptr
-            if not begin <= at < end:
-                begin, end, name = self._allocation(at)
-                number = np.frombuffer(name, np.int64)
-            place["allocation"], place["offset"], place["nbytes"] = number, at - begin, array.nbytes
+        found, addresses = np.empty(len(arrays), _PLACE), _addresses(arrays)
+        found["nbytes"] = [array.nbytes for array in arrays]
+        for some, begin, name in self._by_allocation(addresses):
+            found["allocation"][some], found["offset"][some] = np.frombuffer(name, np.int64), addresses[some] - begin
         return found
 
     def _fetch(self, arrays: Sequence[Any], places: np.ndarray, stream: Any) -> None:
-        """Copy what lies somewhere to arrays."""
-        sizes = places["nbytes"].tolist()
-        for array, nbytes in zip(arrays, sizes, strict=True):
-            if array.nbytes != nbytes:
-                raise DistributedError(f"a message has {nbytes} bytes; expected {array.nbytes}")
-        names, begin, sources = None, 0, []
-        for name, offset in zip(places["allocation"], places["offset"].tolist(), strict=True):
-            if names is None or (name != names).any():
-                names, begin = name, self._map(name.tobytes())
-            sources.append(begin + offset)
-        to, of = arrays[0].data.ptr, sources[0]
-        steps = tuple((x.data.ptr - to, source - of, n) for x, source, n in zip(arrays, sources, sizes, strict=True))
-        runtime = self._cuda.runtime
-        for target, stride, source, its_stride, nbytes, count in grouped(steps):
-            if stride == its_stride == nbytes:
-                runtime.memcpyAsync(to + target, of + source, nbytes * count, runtime.memcpyDefault, stream.ptr)
-            else:
-                where = to + target, stride, of + source, its_stride
-                runtime.memcpy2DAsync(*where, nbytes, count, runtime.memcpyDefault, stream.ptr)
+        """Copy what lies somewhere to arrays: as few copies as there can be, of which none leaves an allocation."""
+        sizes, targets, names = places["nbytes"], _addresses(arrays), places["allocation"]
+        wrong = np.flatnonzero(sizes != [array.nbytes for array in arrays])
+        if wrong.size:
+            n, array = sizes[wrong[0]], arrays[wrong[0]]
+            raise DistributedError(f"a message has {n} bytes; expected {array.nbytes}")
+        runtime, kind = self._cuda.runtime, self._cuda.runtime.memcpyDefault
+        for some, *_ in self._by_allocation(targets):
+            for part in _slices((names[some][1:] != names[some][:-1]).any(axis=1), some.start):
+                to, of = int(targets[part.start]), self._map(names[part.start]) + int(places["offset"][part.start])
+                relative = targets[part] - to, places["offset"][part] - places["offset"][part.start], sizes[part]
+                for target, stride, source, its_stride, nbytes, count in grouped(*(x.tobytes() for x in relative)):
+                    if stride == its_stride == nbytes:
+                        runtime.memcpyAsync(to + target, of + source, nbytes * count, kind, stream.ptr)
+                    else:
+                        where = to + target, stride, of + source, its_stride
+                        runtime.memcpy2DAsync(*where, nbytes, count, kind, stream.ptr)
+
+    def _by_allocation(self, addresses: np.ndarray) -> Iterator[tuple[slice, int, bytes]]:
+        """Yield which addresses, one after the other, are of an allocation, where it begins and its name."""
+        start = 0
+        while start < len(addresses):
+            begin, end, name = self._allocation(int(addresses[start]))
+            outside = (addresses[start:] < begin) | (addresses[start:] >= end)
+            stop = start + int(outside.argmax()) if outside.any() else len(addresses)
+            yield slice(start, stop), begin, name
+            start = stop
 
     def _allocation(self, address: int) -> tuple[int, int, bytes]:
-        """Return where the allocation of an address begins and ends, and what others know it by."""
-        begin, size = ctypes.c_uint64(), ctypes.c_size_t()
-        _checked(
-            self._driver.cuMemGetAddressRange_v2(ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(address))
-        )
-        return begin.value, begin.value + size.value, bytes(self._cuda.runtime.ipcGetMemHandle(begin.value))
+        """Return where the allocation of an address begins and ends, and its name: its handle, and a number of its own.
 
-    def _map(self, allocation: bytes) -> int:
-        """Return the address of another rank's allocation, which stays mapped."""
-        if allocation not in self._mapped:
-            if len(self._mapped) == _MAPPED + self._size:  # those of counts, the first, stay
-                self._cuda.runtime.deviceSynchronize()
-                for name in [*self._mapped][self._size - 1 :]:
-                    self._cuda.runtime.ipcCloseMemHandle(self._mapped.pop(name))
-            self._mapped[allocation] = self._cuda.runtime.ipcOpenMemHandle(allocation)
-        return self._mapped[allocation]
+        A handle may be that of an earlier allocation in the same place.
+        """
+        begin, size, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+        driver, place = self._driver, ctypes.c_uint64(address)
+        _checked(driver.cuMemGetAddressRange_v2(ctypes.byref(begin), ctypes.byref(size), place))
+        _checked(driver.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, place))
+        key = begin.value, number.value
+        if key not in self._names:
+            self._names[key] = bytes(self._cuda.runtime.ipcGetMemHandle(begin.value)) + bytes(number)
+        return begin.value, begin.value + size.value, self._names[key]
+
+    def _map(self, name: Any) -> int:
+        """Return the address of another rank's allocation, which stays mapped until there are others in its place."""
+        runtime, handle, number = self._cuda.runtime, name[:_HANDLE].tobytes(), int(name[_HANDLE])
+        known, address = self._mapped.get(handle, (number, 0))
+        if known != number or (not address and len(self._mapped) >= _MAPPED):
+            runtime.deviceSynchronize()
+            counts = [*self._theirs.values()]
+            for other, (_, where) in [*self._mapped.items()]:
+                if where not in counts:
+                    runtime.ipcCloseMemHandle(where)
+                    del self._mapped[other]
+            address = 0
+        if not address:
+            address = runtime.ipcOpenMemHandle(handle)
+            self._mapped[handle] = number, address
+        return address
 
     def _at(self, peer: int, which: int) -> int:
         return (2 * peer + which) * _COUNT
@@ -274,7 +296,7 @@ class Copies(OnGpu):
         super().close()
         if not self.failed:
             self._cuda.runtime.deviceSynchronize()
-            for address in self._mapped.values():
+            for _, address in self._mapped.values():
                 self._cuda.runtime.ipcCloseMemHandle(address)
         self._mapped = {}
 
@@ -296,19 +318,34 @@ def _by_peer(messages: Messages) -> dict[int, list[Any]]:
     return found
 
 
+def _addresses(arrays: Sequence[Any]) -> np.ndarray:
+    return np.array([array.data.ptr for array in arrays], np.int64)
+
+
+def _slices(changes: np.ndarray, start: int) -> Iterator[slice]:
+    """Yield the stretches, from `start` on, between which something changes.
+
+    >>> [*_slices(np.array([False, True, False]), 10)]
+    [slice(10, 12, None), slice(12, 14, None)]
+    """
+    stops = [*(np.flatnonzero(changes) + 1 + start).tolist(), start + len(changes) + 1]
+    return itertools.starmap(slice, itertools.pairwise((start, *stops)))
+
+
 Rows = list[tuple[int, int, int, int, int, int]]
 """Copies of rows: target, from row to row, source, from row to row, bytes of a row, rows."""
 
 
 @functools.lru_cache(maxsize=256)  # the same in call after call
-def grouped(copies: Sequence[tuple[int, int, int]]) -> Rows:
-    """Return copies (target, source, bytes) as few, of rows at equal distances.
+def grouped(targets: bytes, sources: bytes, sizes: bytes) -> Rows:
+    """Return copies, each of 64-bit numbers, as few, of rows at equal distances.
 
-    >>> grouped(((0, 0, 4), (8, 4, 4), (16, 8, 4), (40, 90, 2)))
+    >>> grouped(*(np.array(x).tobytes() for x in ([0, 8, 16, 40], [0, 4, 8, 90], [4, 4, 4, 2])))
     [(0, 8, 0, 4, 4, 3), (40, 2, 90, 2, 2, 1)]
-    >>> grouped(((0, 0, 4), (20, 4, 4), (100, 8, 4), (120, 12, 4), (200, 16, 4), (220, 20, 4)))
+    >>> grouped(*(np.array(x).tobytes() for x in ([0, 20, 100, 120, 200, 220], [0, 4, 8, 12, 16, 20], [4] * 6)))
     [(0, 100, 0, 8, 4, 3), (20, 100, 4, 8, 4, 3)]
     """
+    copies = [*zip(*(np.frombuffer(x, np.int64).tolist() for x in (targets, sources, sizes)), strict=True)]
     found = [list(itertools.chain(*(_in_rows(copies[i::n]) for i in range(n)))) for n in (1, 2, 4)]
     return min(found, key=len)
 

@@ -20,7 +20,7 @@ class Memory:
 
     def __init__(self, size):
         self._held = np.zeros(size, np.uint8)
-        self.ptr, self.size = self._held.ctypes.data, size
+        self.ptr, self.size, self.number = self._held.ctypes.data, size, len(EVERY)
         EVERY.append(self)
 
 
@@ -54,7 +54,7 @@ class Runtime:
     memcpyDefault = 4
 
     def __init__(self):
-        self.mapped, self.rows = [], []
+        self.mapped, self.rows, self.opened = [], [], 0
 
     def deviceSynchronize(self):
         pass
@@ -82,6 +82,7 @@ class Runtime:
 
     def ipcOpenMemHandle(self, handle):
         self.mapped.append(handle)
+        self.opened += 1
         return int.from_bytes(handle[:8], "little")
 
     def ipcCloseMemHandle(self, address):
@@ -94,6 +95,10 @@ class Driver:
     def cuMemGetAddressRange_v2(self, begin, size, address):
         (found,) = (x for x in EVERY if x.ptr <= address.value < x.ptr + x.size)
         begin._obj.value, size._obj.value = found.ptr, found.size
+        return 0
+
+    def cuPointerGetAttribute(self, number, attribute, address):
+        (number._obj.value,) = (x.number for x in EVERY if x.ptr <= address.value < x.ptr + x.size)
         return 0
 
     def cuStreamWriteValue32_v2(self, stream, address, value, flags):
@@ -195,21 +200,45 @@ def test_what_does_not_happen_is_let_go(runtime):
 
 
 def test_others_memory_is_let_go_of(runtime, monkeypatch):
+    """Where there are many allocations, and where another has taken the place of one."""
     monkeypatch.setattr(gpu, "_MAPPED", 3)
     copies = gpu.Copies(0, 2, None, 5.0)
-    copies.meet([copies.allocation, runtime.ipcGetMemHandle(64)])
+
+    def name(address, number):
+        return np.frombuffer(runtime.ipcGetMemHandle(address) + number.to_bytes(8, "little"), np.int64)
+
+    copies.meet([copies.allocation, name(64, 1).tobytes()])
     for i in range(20):
-        assert copies._map(runtime.ipcGetMemHandle(1024 * i)) == 1024 * i
-        assert len(runtime.mapped) <= 5 and runtime.ipcGetMemHandle(64) in runtime.mapped
+        assert copies._map(name(1024 * (i % 7), i)) == 1024 * (i % 7)
+        assert len(runtime.mapped) == len({*runtime.mapped}) <= 4 and runtime.ipcGetMemHandle(64) in runtime.mapped
+    opened = runtime.opened
+    assert copies._map(name(1024 * 5, 19)) == 1024 * 5 and runtime.opened == opened
+    assert copies._map(name(1024 * 5, 20)) == 1024 * 5 and runtime.opened == opened + 1
     copies.close()
     assert not runtime.mapped
+
+
+def test_copies_leave_no_allocation(runtime):
+    """Neither those that follow each other in memory by chance, here nor there."""
+    places = np.zeros(4, gpu._PLACE)
+    copies, pieces = gpu.Copies(0, 2, None, 5.0), np.zeros(64, np.uint8)
+    EVERY[:] = [SimpleNamespace(ptr=pieces.ctypes.data + 16 * i, size=16, number=i) for i in range(4)]
+    arrays = [SimpleNamespace(data=SimpleNamespace(ptr=EVERY[i // 2].ptr + 8 * (i % 2)), nbytes=8) for i in range(4)]
+    source = SimpleNamespace(ptr=EVERY[2].ptr)
+    places["nbytes"], places["offset"] = 8, [0, 8, 0, 8]
+    for place, at in zip(places, (source.ptr, source.ptr, source.ptr + 16, source.ptr + 16), strict=True):
+        place["allocation"] = np.frombuffer(runtime.ipcGetMemHandle(at) + bytes(8), np.int64)
+    pieces[32:] = np.arange(32)
+    copies._fetch(arrays, places, Stream())
+    np.testing.assert_array_equal(pieces[:32], np.arange(32))
+    assert runtime.rows == [1, 1]
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 3)), min_size=1, max_size=12))
 def test_grouped_copies_are_the_same(copies):
     found = [
         (target + i * stride, source + i * its_stride, nbytes)
-        for target, stride, source, its_stride, nbytes, count in gpu.grouped(tuple(copies))
+        for target, stride, source, its_stride, nbytes, count in gpu.grouped(*(x.tobytes() for x in np.array(copies).T))
         for i in range(count)
     ]
     assert sorted(found) == sorted(copies)
