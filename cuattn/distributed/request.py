@@ -112,9 +112,8 @@ class Request:
 
         agreed(comm, settle)
         if self._memo is not None:
-            self._memo |= {name: getattr(self, name) for name in _SETTLED}
             said = self._message.stated._replace(random="", seed=None, expected=found.digest)
-            self._memo["_message"] = Message(said)
+            self._memo |= {"_message": Message(said), **{name: getattr(self, name) for name in _SETTLED}}
 
     @property
     def dtype(self) -> np.dtype:
@@ -178,25 +177,25 @@ class Request:
         None of a call in which more may be wrong than shapes, dtypes and options tell.
         """
         settings, mask, comm, home = self.settings, self.mask, self.comm, self.home
-        options, functions = {name: x for name, x in settings.items() if name not in (*_OWN, "score")}, []
-        for function in (settings["score"], mask):
-            if callable(function):
-                functions.append(_recalled(function))
-            elif not (function is None or isinstance(function, Mask)):
+        args, window, seen = settings["score_args"], settings["window"], interop.signature(self.arrays)
+        if seen is None or type(args) is not tuple or not all(type(x) in (bool, int, float) for x in args):
+            return None
+        if self.state is None and settings.get("rng") is not None:
+            return None
+        options = {name: x for name, x in settings.items() if name not in (*_OWN, "score")}
+        functions = [f for f in (settings["score"], mask) if not (f is None or isinstance(f, Mask))]
+        if functions:
+            options["mask"] = mask if mask is None or isinstance(mask, Mask) else callable
+            functions = [_recalled(f) if callable(f) else None for f in functions]
+            if None in functions:
                 return None
-        if not (mask is None or isinstance(mask, Mask)):
-            options["mask"] = callable
-        args, window = settings["score_args"], settings["window"]
-        if type(args) is not tuple or not all(type(x) in (bool, int, float) for x in args):
-            return None
-        if None in functions or (self.state is None and settings.get("rng") is not None):
-            return None
         types = tuple(map(type, (*options.values(), *args, *(window if isinstance(window, tuple) else ()))))
-        arrays = interop.signature(self.arrays)[0], tuple([array.strides for array in self.arrays.values()])
+        strides = tuple([array.strides for array in self.arrays.values()])
         ranks = comm.rank, comm.size, self._local_size, getattr(comm, "sm_margin", 0)
         where = *ranks, home.backend, home.device, home.kind, *self.placing.values()
+        call = self.operation.name, tuple(options.items()), types, *functions, self._wanted, seen[0], strides
         try:
-            return _memo(self.operation.name, tuple(options.items()), types, *functions, arrays, self._wanted, *where)
+            return _memo(*call, *where)
         except TypeError:  # an option that cannot be hashed, and will be refused
             return None
 

@@ -130,6 +130,8 @@ class Tape:
         self._xp = namespace(next(iter(arrays.values())))
         self._steps: list[Step] = []
         self._uses: list[list[int]] = []
+        self._done: list[tuple[Step, list[int]]] = []  # steps, and the arrays that no later one needs
+        self._results: dict[str, Place] = {}
         self._count = self._exchanges = 0
         self.arrays = {name: self._described(x.shape, x.dtype, x.strides) for name, x in arrays.items()}
 
@@ -184,12 +186,12 @@ class Tape:
         offsets, found = [(array.number, array.offset) for array in used], []
 
         def step(run: _Run) -> None:
-            sequence = found[0] if found else prepare(*[run.view(*place) for place in places])
-            found[:] = (sequence,)
-            if sequence is None:
+            if not found:
+                found.append(prepare(*[run.view(*place) for place in places]))
+            if found[0] is None:
                 return fill(*[run.view(*place) for place in places])
             addresses = [run.arrays[number].data.ptr + offset for number, offset in offsets]
-            dispatch.fill(sequence, addresses, run.stream)
+            dispatch.fill(found[0], addresses, run.stream)
 
         self._take(step, *used)
 
@@ -197,10 +199,10 @@ class Tape:
         """Begin to send and to receive, see :func:`start`; return what takes the wait down."""
         used = [x for _, x in (*sends, *recvs)]
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        sent, received = ([(peer, *self._place(x)) for peer, x in pairs] for pairs in (sends, recvs))
+        sent, received = ([(peer, self._place(x)) for peer, x in pairs] for pairs in (sends, recvs))
 
         def step(run: _Run) -> None:
-            pairs = ([(peer, run.view(*place)) for peer, *place in each] for each in (sent, received))
+            pairs = ([(peer, run.view(*place)) for peer, place in each] for each in (sent, received))
             run.waits[number] = flight.start(run.comm, *pairs)  # which holds nothing: the arrays live until the wait
 
         def wait(run: _Run) -> None:
@@ -234,12 +236,12 @@ class Tape:
         numbers, replays = {name: x.number for name, x in results.items()}, operation.replays
         given = operation.given(arrays)
         described = {name: x for name, x in given.items() if isinstance(x, Described)}
-        places = [(name, *self._place(x)) for name, x in described.items()]
+        places = [(name, self._place(x)) for name, x in described.items()]
         rest = {name: x for name, x in given.items() if name not in described}
         order = tuple(given) if rest else ()
 
         def step(run: _Run) -> None:
-            named = {name: run.view(*place) for name, *place in places}
+            named = {name: run.view(*place) for name, place in places}
             if order:
                 named |= rest
                 named = {name: named[name] for name in order}
@@ -256,7 +258,6 @@ class Tape:
         """Tell what a run returns."""
         self._results = {name: self._place(x) for name, x in results.items()}
         needed = {number for number, *_ in self._results.values()}
-        self._done: list[tuple[Step, list[int]]] = []
         for step, used in zip(reversed(self._steps), reversed(self._uses), strict=True):
             self._done.append((step, [number for number in {*used} if number not in needed]))
             needed.update(used)

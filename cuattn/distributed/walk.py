@@ -3,7 +3,8 @@
 Keys travel (k and v) or rows do (q and all that belongs to it); the other axis stays.  Each stage has sources, whose
 part arrives, and clients, who are sent this rank's.  While a stage is computed, the next one's part is on its way, and
 with it, in one group of messages, the partial results of the last.  Sums are taken in the order of the stages, which
-depends on layouts and mask alone.
+depends on layouts and mask alone.  So does all that is done here: a tape takes it down, see
+:mod:`cuattn.distributed.tape`, and arrays are only described.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from cuattn.distributed.arrays import like, local, merged, messages, pieces, put, taken
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
-from cuattn.distributed.tape import Described, start
+from cuattn.distributed.tape import start
 from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import Work
 from cuattn.masks.runs import Runs, length_of
@@ -28,7 +29,7 @@ from cuattn.problem import BACKWARD, FORWARD, Operation, Options
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Sources and clients of a rank, among those that share an axis."""
 
-Arrays = dict[str, Described]
+Arrays = dict[str, Any]
 
 Partial = tuple[Arrays, Runs, Runs]
 """Partial results, the runs that they hold, and those that are of one source."""
