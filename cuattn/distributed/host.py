@@ -111,7 +111,7 @@ class Process(Closing):
         if None not in every and len(set(every)) == self.size:
             self._gpus = self._copies() or self._by_nccl()
         if device is not None and self._gpus is None:
-            LOG.info("messages of GPUs go through host memory: not every rank has its own, or there is no NCCL")
+            LOG.info("no messages from GPU to GPU of its own: not every rank has one for itself, or there is no NCCL")
 
     def _copies(self) -> Copies | None:
         """Return copies within this machine, if all ranks are on it and can make them."""

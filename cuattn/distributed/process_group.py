@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from cuattn.distributed.comm import DistributedError, Messages
@@ -12,7 +14,7 @@ from cuattn.masks.device import load_cupy
 
 
 class OfProcessGroup(Process):
-    """The comm of a process group; one of NCCL alone, and arrays on GPUs, have the group's own deadlines."""
+    """The comm of a process group; one of NCCL alone, and arrays on GPUs that go by it, have the group's own deadlines."""
 
     def __init__(self, group: Any, timeout: float) -> None:
         import torch
@@ -21,6 +23,13 @@ class OfProcessGroup(Process):
         self.rank, self.size = group.rank(), group.size()
         self._backend = str(torch.distributed.get_backend(group))
         self._takes_gpus = "nccl" in self._backend
+        if "gloo" in self._backend and self._takes_gpus:
+            machines = self.allgather(_machine())
+            self.local_size = machines.count(machines[self.rank])
+            self.use_devices(torch.cuda.current_device())
+
+    def _by_nccl(self) -> None:
+        """Leave messages to the group's own NCCL."""
 
     def _through_host(self, sends: Messages, recvs: Messages, stream: Any) -> None:
         if not self._takes_gpus:
@@ -63,3 +72,9 @@ class OfProcessGroup(Process):
         """Let work that is under way fail; over gloo that of others does at their deadlines."""
         self._broken = self._broken or DistributedError("abort() was called", {self.rank: "called abort()"})
         self._group.abort()
+
+
+def _machine() -> str:
+    """Return what tells this machine from others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()

@@ -53,9 +53,10 @@ def test_calls_on_gpus(what):
 
 
 @pytest.mark.gpu
-def test_a_process_group_of_nccl():
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
+def test_a_process_group_of_nccl(backend):
     needs_gpus(2)
-    of_torch("calls_on_gpus", backend="cpu:gloo,cuda:nccl")
+    of_torch("calls_on_gpus", backend=backend)
 
 
 def test_disagreement():
