@@ -14,7 +14,7 @@ from cuattn.masks.device import load_cupy
 
 
 class OfProcessGroup(Process):
-    """The comm of a process group; one of NCCL alone, and arrays on GPUs that go by it, have the group's own deadlines."""
+    """The comm of a process group; one of NCCL alone, and what else goes by NCCL, have the group's own deadlines."""
 
     def __init__(self, group: Any, timeout: float) -> None:
         import torch
