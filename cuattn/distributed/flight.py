@@ -49,7 +49,7 @@ def _nothing() -> None:
 
 def _side(cuda: Any, device: int) -> tuple[Any, list[Any]]:
     """Return this thread's stream for messages of a GPU, the current one, and events that nobody waits for."""
-    known = vars(_here)
+    known: dict[Any, tuple[Any, list[Any]]] = vars(_here)
     if device not in known:
         known[device] = cuda.Stream(non_blocking=True, priority=_FIRST), []
     return known[device]
