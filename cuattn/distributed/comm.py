@@ -60,8 +60,10 @@ class Comm(Protocol):
 
     Notes
     -----
-    Two more attributes are read if it has them: `local_size`, how many ranks share this machine, by default all; and
-    `sm_margin`, how many multiprocessors kernels leave to messages that could not begin beside them, by default none.
+    More is asked if it has it: `local_size`, how many ranks share this machine, by default all; `sm_margin`, how many
+    multiprocessors kernels leave to messages that could not begin beside them, by default none; `by_copies`, whether
+    messages of GPUs are none that wait for multiprocessors; and ``begin(sends, recvs, *, stream)``, which does of an
+    exchange what waits for no other host and returns a function that does the rest, or None.
     """
 
     rank: int

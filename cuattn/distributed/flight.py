@@ -30,13 +30,19 @@ def start(comm: Comm, sends: Messages, recvs: Messages) -> Callable[[], None]:
     event = free.pop() if free else cuda.Event(disable_timing=True)  # a wait is for what it has recorded by then
     event.record(current)
     side.wait_event(event)
-    # What is computed next fills the GPU: messages that are kernels begin before it, as their stream goes first.
-    event.record(side)
-    current.wait_event(event)
-    comm.exchange(sends, recvs, stream=side)
-    event.record(side)
+    if not getattr(comm, "by_copies", False):
+        # What is computed next fills the GPU: messages that are kernels begin before it, as their stream goes first.
+        event.record(side)
+        current.wait_event(event)
+    begin = getattr(comm, "begin", comm.exchange)
+    finish = begin(sends, recvs, stream=side)
+    if finish is None:
+        event.record(side)
 
     def wait() -> None:
+        if finish is not None:
+            finish()
+            event.record(side)
         current.wait_event(event)
         free.append(event)
 

@@ -58,16 +58,22 @@ class OnGpu(ABC):
         self._pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._watch, name="cuattn-messages", daemon=True).start()
 
-    def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
-        """Enqueue messages."""
+    def begin(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> Callable[[], None] | None:
+        """Enqueue messages; return what does the rest, if that waits for other hosts."""
         cuda = self._cuda
         stream, self._device = stream or cuda.get_current_stream(), self._device or cuda.Device()
         done = self._free.pop() if self._free else cuda.Event(disable_timing=True)
         enqueued: list[bool] = []  # which waits for peers, too, when they first meet
         self._pending.put((enqueued, done, time.monotonic() + self._timeout))
-        self._enqueue(sends, recvs, stream)
-        done.record(stream)
-        enqueued.append(True)
+        rest = self._enqueue(sends, recvs, stream)
+
+        def finish() -> None:
+            if rest is not None:
+                rest()
+            done.record(stream)
+            enqueued.append(True)
+
+        return finish() if rest is None else finish
 
     def _watch(self) -> None:
         """End what is not done in time."""
@@ -92,8 +98,8 @@ class OnGpu(ABC):
         self._pending.put(None)
 
     @abstractmethod
-    def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> None:
-        """Let messages be sent and received in the order of a stream."""
+    def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> Callable[[], None] | None:
+        """Let messages be sent and received in the order of a stream; return what is left to do."""
 
     @abstractmethod
     def _end(self) -> None:
@@ -156,13 +162,15 @@ class Copies(OnGpu):
     ----------
     rank, size : int
     tell : callable
-        ``tell(sends, recvs)`` exchanges host arrays.
+        ``tell(sends, recvs)`` begins to exchange host arrays, and returns what waits for them.
     timeout : float
     """
 
     name = "copying between GPUs"
 
-    def __init__(self, rank: int, size: int, tell: Callable[[Messages, Messages], None], timeout: float) -> None:
+    def __init__(
+        self, rank: int, size: int, tell: Callable[[Messages, Messages], Callable[[], None]], timeout: float
+    ) -> None:
         super().__init__(timeout)
         self._rank, self._size, self._tell, self._driver = rank, size, tell, _driver()
         runtime = self._cuda.runtime
@@ -204,21 +212,28 @@ class Copies(OnGpu):
             runtime.memcpy(number.ctypes.data, room.ptr, _COUNT, runtime.memcpyDefault)
         return bool((found == 1).all())
 
-    def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> None:
+    def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> Callable[[], None]:
         ours, targets = _by_peer(sends), _by_peer(recvs)
         for peer in ours:
             self._ready[peer] += 1
             self._write(stream, self._theirs[peer] + self._at(self._rank, 0), self._ready[peer])
+        for peer in targets:
+            self._taken[peer] += 1
+        ready, taken = [*self._ready], [*self._taken]
         places = {peer: np.empty(len(arrays), _PLACE) for peer, arrays in targets.items()}
         mine = [(peer, self._places(arrays).view(np.uint8)) for peer, arrays in ours.items()]
-        self._tell(mine, [(peer, x.view(np.uint8)) for peer, x in places.items()])
-        for peer, arrays in targets.items():
-            self._taken[peer] += 1
-            self._await(stream, self._counts.ptr + self._at(peer, 0), self._taken[peer])
-            self._fetch(arrays, places[peer], stream)
-            self._write(stream, self._theirs[peer] + self._at(self._rank, 1), self._taken[peer])
-        for peer in ours:
-            self._await(stream, self._counts.ptr + self._at(peer, 1), self._ready[peer])
+        told = self._tell(mine, [(peer, x.view(np.uint8)) for peer, x in places.items()])
+
+        def fetch() -> None:
+            told()
+            for peer, arrays in targets.items():
+                self._await(stream, self._counts.ptr + self._at(peer, 0), taken[peer])
+                self._fetch(arrays, places[peer], stream)
+                self._write(stream, self._theirs[peer] + self._at(self._rank, 1), taken[peer])
+            for peer in ours:
+                self._await(stream, self._counts.ptr + self._at(peer, 1), ready[peer])
+
+        return fetch
 
     def _places(self, arrays: Sequence[Any]) -> np.ndarray:
         """Return where arrays lie."""

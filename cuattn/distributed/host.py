@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def as_bytes(array: Any) -> Any:
 class Process(Closing):
     """What comms of processes share: messages of GPUs by `gpu` where each rank has its own, else through host memory.
 
-    Subclasses send host arrays (`_exchange`).  A call that fails, or is interrupted, breaks the comm: what is left of
+    Subclasses send host arrays (`_begin`).  A call that fails, or is interrupted, breaks the comm: what is left of
     its messages would be taken for others'.
     """
 
@@ -44,14 +45,33 @@ class Process(Closing):
 
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Send and receive, see :class:`cuattn.distributed.Comm`."""
+        finish = self.begin(sends, recvs, stream=stream)
+        if finish is not None:
+            finish()
+
+    def begin(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> Callable[[], None] | None:
+        """Do of an exchange what waits for no other host; return what does the rest, if something is left."""
         self.check()
-        try:
+        with self._breaking():
             if not on_gpu((*sends[:1], *recvs[:1])):
-                self._exchange([(p, as_bytes(x)) for p, x in sends], [(p, as_bytes(x)) for p, x in recvs])
+                finish = self._begin([(p, as_bytes(x)) for p, x in sends], [(p, as_bytes(x)) for p, x in recvs])
             elif self._gpus is not None:
-                self._gpus.exchange(sends, recvs, stream=stream)
+                finish = self._gpus.begin(sends, recvs, stream=stream)
             else:
-                self._through_host(sends, recvs, stream)
+                return self._through_host(sends, recvs, stream)
+        if finish is None:
+            return None
+
+        def end() -> None:
+            with self._breaking():
+                finish()
+
+        return end
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             known = isinstance(error, DistributedError)
             text = f"{type(error).__name__}: {error}"
@@ -59,6 +79,11 @@ class Process(Closing):
             if known or not isinstance(error, Exception):
                 raise
             raise self._broken from error
+
+    @property
+    def by_copies(self) -> bool:
+        """Whether messages of GPUs are no kernels."""
+        return isinstance(self._gpus, Copies)
 
     def check(self) -> None:
         """Raise if an earlier call failed; of work on GPUs, which fails after the call, also if that has by now."""
@@ -79,6 +104,10 @@ class Process(Closing):
         stream.synchronize()
 
     def _exchange(self, sends: Messages, recvs: Messages) -> None:
+        self._begin(sends, recvs)()
+
+    def _begin(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
+        """Begin to exchange host arrays; return what waits for them."""
         raise NotImplementedError
 
     def allgather(self, obj: Any) -> list[Any]:
@@ -119,7 +148,7 @@ class Process(Closing):
             return None
         made, why = None, ""
         try:
-            made = Copies(self.rank, self.size, self._exchange, self.timeout)
+            made = Copies(self.rank, self.size, self._begin, self.timeout)
         except Exception as error:  # CuPy's own, or of a driver that lacks something
             why = str(error)
         for step in (Copies.meet, Copies.works):
@@ -162,13 +191,17 @@ class OfNccl(Process):
         self.rank, self.size, self.timeout = nccl.rank_id(), nccl.size(), timeout
         self.local_size, self._gpus = self.size, Nccl(nccl, timeout)
 
-    def _exchange(self, sends: Messages, recvs: Messages) -> None:
+    def _begin(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
         cupy = load_cupy("array")
         ours = [(peer, cupy.asarray(array)) for peer, array in sends]
         theirs = [(peer, cupy.empty(array.shape, array.dtype)) for peer, array in recvs]
-        self._gpus.exchange(ours, theirs)
-        for (_, array), (_, copy) in zip(recvs, theirs, strict=True):
-            array[...] = copy.get()
+        self._gpus.begin(ours, theirs)
+
+        def finish() -> None:
+            for (_, array), (_, copy) in zip(recvs, theirs, strict=True):
+                array[...] = copy.get()
+
+        return finish
 
     def abort(self) -> None:
         """Let all work of this rank on the GPU end, and that of others by their deadlines."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,20 @@ class OfProcessGroup(Process):
             for work in self._begun(*([(peer, as_bytes(x)) for peer, x in pairs] for pairs in (sends, recvs))):
                 work.wait()
 
-    def _exchange(self, sends: Messages, recvs: Messages) -> None:
-        end, failed = time.monotonic() + self.timeout, {}
-        for (peer, _), work in zip((*sends, *recvs), self._begun(sends, recvs), strict=True):
-            try:
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
-            except RuntimeError as error:
-                failed[peer] = str(error)
-        if failed:
-            raise DistributedError(f"messages failed, or did not arrive within {self.timeout:g} s", failed)
+    def _begin(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
+        begun = self._begun(sends, recvs)
+
+        def finish() -> None:
+            end, failed = time.monotonic() + self.timeout, {}
+            for (peer, _), work in zip((*sends, *recvs), begun, strict=True):
+                try:
+                    work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+                except RuntimeError as error:
+                    failed[peer] = str(error)
+            if failed:
+                raise DistributedError(f"messages failed, or did not arrive within {self.timeout:g} s", failed)
+
+        return finish
 
     def _begun(self, sends: Messages, recvs: Messages) -> list[Any]:
         """Begin to send and to receive; return what waits for it, of host arrays by message."""

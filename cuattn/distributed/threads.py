@@ -111,6 +111,8 @@ def _enable(here: int, there: int) -> None:
 class ThreadComm(Closing):
     """The comm of one of several threads, which `spawn` ends."""
 
+    by_copies = True
+
     def __init__(self, world: _World, rank: int, local_size: int | None = None) -> None:
         self._world, self.rank, self.size, self._calls = world, rank, world.size, 0
         self.local_size, self.timeout = world.size if local_size is None else local_size, TIMEOUT

@@ -66,6 +66,7 @@ def calls_over_nccl(comm):
     with distributed.connect(nccl.NcclCommunicator(comm.size, key, comm.rank)) as over:
         calls(over, cupy.asarray, cupy.asnumpy)
         _ends(over)
+        comm.barrier()  # a communicator that ends while its peer aborts ends the peer
 
 
 def _ends(comm):
@@ -75,7 +76,7 @@ def _ends(comm):
     comm._gpus._timeout = 0.5
     if comm.rank == 0:
         if isinstance(comm._gpus, Copies):  # hosts have met, and then the GPU of the other is late
-            comm._gpus._tell = lambda sends, recvs: None
+            comm._gpus._tell = lambda sends, recvs: lambda: None
             comm.exchange([(1, cupy.zeros(1 << 20))], [])
         else:
             comm.exchange([], [(1, cupy.zeros(1 << 20))])  # which nobody sends

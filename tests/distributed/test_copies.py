@@ -138,7 +138,7 @@ class Array:
 
 def connected(comm):
     """Return copies that have met."""
-    made = gpu.Copies(comm.rank, comm.size, comm.exchange, 5.0)
+    made = gpu.Copies(comm.rank, comm.size, lambda *pairs: lambda: comm.exchange(*pairs), 5.0)
     names = comm.allgather(made.allocation)
     assert made.meet(names)
     comm.barrier()
@@ -161,7 +161,7 @@ def test_every_message_arrives(runtime, ranks):
             comm.barrier()
             sends = [(peer, Array(ours[i], at, n)) for peer in others for i, at, n in places]
             recvs = [(peer, Array(theirs[peer][i], at // 2, n)) for peer in others for i, at, n in places]
-            copies.exchange(sends, recvs)
+            copies.begin(sends, recvs)()
             comm.barrier()
             for peer, target in recvs:
                 i, at, n = places[[id(x) for p, x in recvs if p == peer].index(id(target))]
@@ -179,9 +179,9 @@ def test_a_message_of_another_size(runtime):
     def work(comm):
         copies, memory = connected(comm), Memory(64)
         with pytest.raises(DistributedError, match=f"a message has {8 - comm.rank} bytes; expected {7 + comm.rank}"):
-            copies.exchange(
+            copies.begin(
                 [(1 - comm.rank, Array(memory, 0, 7 + comm.rank))], [(1 - comm.rank, Array(memory, 32, 7 + comm.rank))]
-            )
+            )()
 
     spawn(work, ranks=2)
 
