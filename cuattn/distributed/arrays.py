@@ -48,6 +48,16 @@ def common(these: Runs, those: Runs) -> Runs:
     return merged(found)
 
 
+def without(these: Runs, those: Runs) -> Runs:
+    """Return what runs have that others have not.
+
+    >>> without(((0, 4), (6, 9)), ((2, 7),))
+    ((0, 2), (7, 9))
+    """
+    edges = [0, *(edge for run in merged(those) for edge in run), max((stop for _, stop in these), default=0)]
+    return common(merged(these), merged(zip(edges[::2], edges[1::2], strict=True)))
+
+
 @lru_cache(maxsize=256)  # asked for by every array
 def local(whole: Runs, part: Runs) -> tuple[slice, ...]:
     """Return where runs that are part of others lie in an array that holds these."""

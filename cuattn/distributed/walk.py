@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.distributed.arrays import like, local, merged, messages, pieces, put, taken
+from cuattn.distributed.arrays import joined, like, local, merged, messages, part, pieces, put, taken, without
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.tape import start
@@ -26,6 +26,7 @@ from cuattn.distributed.work import Work
 from cuattn.masks.runs import Runs, length_of
 from cuattn.problem import BACKWARD, FORWARD, Operation, Options
 
+_MOST = 0.75  # of a rank's rows, that a part may have instead of all
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Sources and clients of a rank, among those that share an axis."""
 
@@ -129,6 +130,8 @@ class Walk(ABC):
 
     results: tuple[str, ...]
     """Of a part, by name."""
+    adds_rows = False
+    """Whether a part may have some of this rank's rows alone, those that see its keys."""
 
     def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype, wanted: Sequence[str]) -> None:
         self.team, self.whole, self.arrays, self.sums, self.wanted = team, whole, arrays, sums, tuple(wanted)
@@ -248,6 +251,19 @@ class Walk(ABC):
                 recvs += [(source, x) for x in expected]
         return Arrived(runs, every, arrays), recvs, later
 
+    def _rows_that_see(self, sources: Iterable[int]) -> Runs:
+        """Return the rows of this rank that see keys of these, as far as it is known; all, if most do."""
+        team, own = self.team, self.team.own("row")
+        if not team.trimmed:
+            return own
+        seeing = merged(run for source in sources for run in team.work.needed("row", source, team.index))
+        return seeing if length_of(seeing) <= _MOST * length_of(own) else own
+
+    def _of_rows(self, rows: Runs) -> Arrays:
+        """Return this rank's arrays, of some of its rows."""
+        own = self.team.own("row")
+        return {name: part(x, own, rows, axis_of(name)) if name in OF_ROWS else x for name, x in self.arrays.items()}
+
     def _part(self, runs: Runs, keys: Runs | None = None) -> tuple[Runs, Runs]:
         """Return rows and keys of a part, given those that travel; of rows that travel, with which keys."""
         if self.team.axis == "key":
@@ -268,6 +284,11 @@ class Walk(ABC):
         shape[axis_of(name)] = length_of(runs)
         return self.tape.empty(shape, self.sums)
 
+    def _compute(self, own: Arrays, moved: Arrays, rows: Runs, keys: Runs) -> Arrays:
+        """Return the results of some rows and keys, given this rank's arrays and those that take their place."""
+        bias = moved["bias"] if "bias" in moved else self.whole.bias(own, keys)
+        return self.compute({**own, **moved}, bias, self.whole.part(rows, keys))
+
     def _stage(self, arrived: Arrived | None) -> dict[int, Partial]:
         """Compute with what arrived; return what goes back, by source."""
         team, back = self.team, {}
@@ -275,8 +296,9 @@ class Walk(ABC):
             return back
         runs, every, moved = arrived
         rows, keys = self._part(every)
-        bias = moved["bias"] if "bias" in moved else self.whole.bias(self.arrays, keys)
-        found = self.compute({**self.arrays, **moved}, bias, self.whole.part(rows, keys))
+        if team.axis == "key" and self.adds_rows and team.index not in runs:
+            rows = self._rows_that_see(runs)
+        found = self._compute(self._of_rows(rows) if team.axis == "key" else self.arrays, moved, rows, keys)
         self.accept({name: x for name, x in found.items() if name not in self.returned}, rows, keys)
         returned = {name: found[name] for name in self.returned}
         for source, mine in runs.items() if returned else ():
@@ -305,6 +327,9 @@ class ForwardWalk(Walk):
         visited = [stage for stage in plan if any(team.sent(source, team.index) for source in stage[0])]
         if team.axis == "key" and len(visited) < 2:
             self._out_dtype = self.whole.options.get("out_dtype")  # nothing will be merged
+        others = [source for stage in plan for source in stage[0] if source != team.index]
+        if len(plan) == 1 and team.axis == "key" and (late := self._rows_that_see(others)) not in ((), team.own("row")):
+            return self._by_rows(late, fetched)
         ending = super().run(plan, fetched)
 
         def end() -> None:
@@ -316,6 +341,16 @@ class ForwardWalk(Walk):
                 self.accept(found, team.own("row"), ())
 
         return end
+
+    def _by_rows(self, late: Runs, fetched: Callable[[], Any]) -> Callable[[], Any]:
+        """Compute the rows that see this rank's keys alone while others' keys arrive for the rows that come late."""
+        own, keys = self.team.own("row"), self.team.own("key")
+        rows = without(own, late)
+        first = self._compute(self._of_rows(rows), {}, rows, keys)
+        _, every, moved = fetched()
+        last = self._compute(self._of_rows(late), moved, late, every)
+        self._total = {name: joined([first[name], last[name]], [rows, late], axis_of(name)) for name in self.results}
+        return lambda: None
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return o, l and m of a part."""
@@ -358,6 +393,8 @@ class BackwardWalk(Walk):
     Two parts of each are not added at once: a small one that comes first, since one may come that is whole, for the sum
     to begin with; and the last one that is whole, so that the sum with it may be rounded as it is made.
     """
+
+    adds_rows = True
 
     def __init__(self, team: Team, whole: Whole, arrays: Arrays, *more: Any) -> None:
         self.results = tuple(name for name in ("q", "k", "v", "bias") if name in arrays)
