@@ -207,7 +207,7 @@ class Problem(NamedTuple):
 def joined(calls):
     """Merge and add up two forwards as ranks do their parts: in place, and where rows begin anywhere; return one."""
     one, other = calls.forward(), calls.forward()
-    dispatch.merge_into(one[:3], one[:3], other[:3])
+    dispatch.merge_into(*one[:3], *one[:3], *other[:3])
     inner = ..., slice(1, None), slice(1, None)
     dispatch.add(one.o[inner], one.o[inner], other.o[inner])
     dispatch.add(other.o, one.o)

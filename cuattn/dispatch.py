@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -185,6 +185,16 @@ class _Known:
     numbers: tuple[Any, ...] | None = ()
     masks: tuple[Mask, ...] | None = None
     kept: dict[int, Any] | None = None
+    places: dict[Origin, Any] = field(default_factory=dict)
+
+    def place(self, origin: Origin) -> Any:
+        """Return where a part stands, see :func:`place_of`: the same object for the same origin, for a while."""
+        found = self.places.get(origin)
+        if found is None:
+            if len(self.places) >= _PLACES_KEPT:
+                self.places.clear()
+            found = self.places[origin] = place_of(self.problem, origin)
+        return found
 
 
 def _memo(size: int) -> Callable[..., _Known]:
@@ -194,6 +204,7 @@ def _memo(size: int) -> Callable[..., _Known]:
 
 _known = _memo(1024)  # by kinds of masks and functions
 _of_masks = _memo(64)  # by functions that are masks, which hold tables
+_PLACES_KEPT = 16  # of the parts that calls of one signature are
 _OF_ONE = 32  # calls that a mask or the function of a score remembers, as long as it lives
 _epoch = object()
 
@@ -300,7 +311,7 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     if known.numbers is None or known.masks is not None:
         call.recall(known)
     state = _state(call, problem) if problem.dropout or call.random is not None else None
-    place = None if call.origin is None else place_of(problem, call.origin)
+    place = None if call.origin is None else known.place(call.origin)
     if origin.backend == "cpu":
         return _on_host(call, known, call.arrays, origin, state, place), state
     if origin.is_current:
@@ -521,30 +532,42 @@ def merge(parts: dict[str, Any], names: tuple[str, ...], out: Any) -> list[Any]:
         return outputs.fill(results)
 
 
-def merge_into(out: Sequence[Any], total: Sequence[Any], part: Sequence[Any]) -> None:
+def merging(*arrays: Any) -> Any:
+    """Return the launches of :func:`merge_into` for such arrays, see :func:`fill`; None on the host."""
+    out, _, _, o, l, _ = arrays[:6]
+    if isinstance(out, np.ndarray):
+        return None
+    from cuattn import cuda
+
+    width = 4 if o.shape[-1] % 4 == 0 else 1
+    return cuda.merge_sequence(out.device.id, 2, o.shape, o.dtype, l.dtype, FORWARD.results, out.dtype, width)
+
+
+def merge_into(*arrays: Any) -> None:
     """Merge the (o, l, m) of two parts.
 
     Parameters
     ----------
-    out : (o, l, m)
-        Of any dtype of o; may be `total`.
-    total, part : (o, l, m)
-        NumPy or CuPy arrays of equal dtypes, like `out` C-contiguous and allocated, which aligns them.
+    *arrays : array
+        Where to, of any dtype of o, which may be the first part; and the parts, of equal dtypes.  NumPy's, or CuPy's on
+        the current device; C-contiguous and allocated, which aligns them.
     """
-    parts = {
-        f"{name} of {whose}": x for whose, one in enumerate((total, part)) for name, x in zip("olm", one, strict=True)
-    }
-    views, origin = interop.to_backend(parts)
-    backend = _backend_of(origin, None)
-    if origin.backend == "cpu":
-        for target, found in zip(out, backend.merge([list(total), list(part)]), strict=True):
-            target[...] = found
-        return
-    (o, l, _), places = total, [array.data.ptr for array in out]
-    own, width = FORWARD.results, 4 if o.shape[-1] % 4 == 0 else 1
-    sequence = backend.merge_sequence(origin.device, 2, o.shape, o.dtype, l.dtype, own, out[0].dtype, width)
-    addresses = [array.data.ptr for array in views.values()]
-    sequence.run(lambda *_: (list(out), [*places, 0], None), origin.stream(), addresses)
+    sequence = merging(*arrays)
+    if sequence is not None:
+        return fill(sequence, [array.data.ptr for array in arrays], sys.modules["cupy"].cuda.get_current_stream())
+    from cuattn import cpu
+
+    for target, found in zip(arrays, cpu.merge([list(arrays[3:6]), list(arrays[6:])]), strict=False):
+        target[...] = found
+
+
+def adding(out: Any, *terms: Any) -> Any:
+    """Return the launches of :func:`add` for such arrays, see :func:`fill`; None where NumPy or CuPy does it."""
+    if isinstance(out, np.ndarray):
+        return None
+    from cuattn import cuda
+
+    return cuda.add_sequence(out, *terms)
 
 
 def add(out: Any, *terms: Any) -> None:
@@ -557,15 +580,17 @@ def add(out: Any, *terms: Any) -> None:
     *terms : array
         One or two of one dtype, of the same kind and shape as `out`.
     """
-    if not isinstance(out, np.ndarray):
-        from cuattn import cuda
-
-        sequence = cuda.add_sequence(out, *terms)
-        if sequence is not None:
-            addresses = [array.data.ptr for array in (out, *terms)]
-            sequence.run(lambda *_: ([], [0], None), sys.modules["cupy"].cuda.get_current_stream(), addresses)
-            return
+    sequence = adding(out, *terms)
+    if sequence is not None:
+        addresses = [array.data.ptr for array in (out, *terms)]
+        return fill(sequence, addresses, sys.modules["cupy"].cuda.get_current_stream())
     out[...] = terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+def fill(sequence: Any, addresses: Sequence[int], stream: Any) -> None:
+    """Run launches whose results, the first of these addresses, are there already."""
+    made = len(sequence.results)
+    sequence.run(lambda *_: ([], [*addresses[:made], 0], None), stream, addresses[made:])
 
 
 def _backend_of(origin: interop.ArrayOrigin, kernel: str | None) -> ModuleType:

@@ -74,6 +74,7 @@ class LaunchSequence:
     ) -> None:
         self.device, self.inputs, self.results = device, tuple(inputs), results
         self._problem, self._functions = problem, functions
+        self._places: dict[int, tuple[Place, list[Change], list[Any]]] = {}  # what they change, of the last ones
         self._tables: list[MaskTables] = []
         self._kernels: list[Kernel] = []
         # By whether the call is a part: what a part's place changes no other call would change back.
@@ -250,9 +251,15 @@ class LaunchSequence:
         changes = [] if state is None else state_changes(state, self.device)
         if place is None:
             return changes, []
-        found = [None if blocks is None else _uploaded(self.device, blocks.tobytes()) for blocks in place[-2:]]
-        addresses = [0 if array is None else array.data.ptr for array in found]
-        return changes + place_changes(self._problem, place, *addresses), found
+        known = self._places.get(id(place))
+        if known is None or known[0] is not place:
+            if len(self._places) >= _SHIFTS_KEPT:
+                self._places.clear()
+            held = [None if blocks is None else _uploaded(self.device, blocks.tobytes()) for blocks in place[-2:]]
+            addresses = [0 if array is None else array.data.ptr for array in held]
+            known = self._places[id(place)] = place, place_changes(self._problem, place, *addresses), held
+        _, placed, held = known
+        return changes + placed if changes else placed, held
 
 
 @functools.lru_cache(maxsize=_RUNS_KEPT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +10,15 @@ from cuattn import api
 from cuattn.api import unpacked
 from cuattn.distributed.arrays import gathered
 from cuattn.distributed.comm import Comm, DistributedError
-from cuattn.distributed.heads import Heads, part_of_heads, share
+from cuattn.distributed.heads import Heads, part_of_heads, share, total
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.model import DistributedPlan
 from cuattn.distributed.request import Request
+from cuattn.distributed.tape import Tape
 from cuattn.distributed.walk import Arrays, BackwardWalk, ForwardWalk, Stage, Team, Walk, stages
 from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import work_of
 from cuattn.errors import ArgumentError, ShapeError, shown
-from cuattn.masks.device import namespace
 from cuattn.problem import BACKWARD, FORWARD
 from cuattn.results import Forward, Gradients
 
@@ -204,8 +204,7 @@ def backward(
     operands = {"q": q, "k": k, "v": v, "do": do, "o": o, "l": l, "m": m}
     wanted = BACKWARD.results[: 3 + (options.get("bias") is not None)]
     request = Request(BACKWARD, operands, state, comm, placing, options, wanted)
-    with request.home.scope():
-        found = request.delivered(_gradients(request))
+    found = _computed(request, _gradients)
     own = [found.get(name) for name in BACKWARD.results]
     args = range(len(options.get("score_args", ())))
     return Gradients(*own, dscore=tuple(found.get(f"dscore{index}") for index in args))
@@ -280,10 +279,30 @@ def _forward(name: str, qkv: tuple[Any, ...], comm: Comm, placing: Placing, opti
     wanted = FORWARD.results[: 1 if name == "attention" else 3]
     options = {"out_dtype": None, **options, "out": options.get("out")}
     request = Request(FORWARD, dict(zip("qkv", qkv, strict=True)), None, comm, placing, options, wanted)
+    return [*_computed(request, _forward_taped).values(), request.state]
+
+
+def _computed(request: Request, taped: Callable[[Request, Arrays], Arrays]) -> Arrays:
+    """Return the results of a call, which a function takes down the first time, given this rank's arrays."""
     with request.home.scope():
-        found, heads = _walk(request, ForwardWalk, {"o": request.made["o"][1], "l": request.sums, "m": request.sums})
-        found = request.delivered(heads.collect(found, {}))
-    return [*found.values(), request.state]
+        try:
+            if request.tape is None:
+                tape = Tape(request.arrays)
+                request.keep(tape.end(taped(request, tape.arrays)))
+            found = request.tape.run(request.arrays, request.comm, request.state)
+        except DistributedError:
+            raise
+        except BaseException:  # the others wait for this rank
+            request.comm.abort()
+            raise
+        return request.delivered(found)
+
+
+def _forward_taped(request: Request, arrays: Arrays) -> Arrays:
+    """Take down a forward."""
+    dtypes = {"o": request.made["o"][1], "l": request.sums, "m": request.sums}
+    found, heads = _walk(request, arrays, ForwardWalk, dtypes)
+    return heads.collect(found, {})
 
 
 def _check_alone(placing: Placing, q: Any, k: Any) -> None:
@@ -294,8 +313,11 @@ def _check_alone(placing: Placing, q: Any, k: Any) -> None:
             raise ShapeError(f"{name} has lengths {layout.lengths}; expected {array.shape[-2]}, on the only rank")
 
 
-def _walk(request: Request, kind: type[Walk], dtypes: Mapping[str, Any]) -> tuple[Arrays, Heads]:
-    """Compute; return results of these dtypes, of this rank's heads where these were exchanged, and their way back."""
+def _walk(request: Request, arrays: Arrays, kind: type[Walk], dtypes: Mapping[str, Any]) -> tuple[Arrays, Heads]:
+    """Take down what makes results of these dtypes, of this rank's heads where these are exchanged.
+
+    Returns the results, and the exchange, which takes them back.
+    """
     comm, algorithm, visible = request.comm, request.algorithm, request.whole.visible
     heads = Heads(comm, request.costs[algorithm][1], {"row": request.rows, "key": request.keys})
     work = work_of(heads.layouts["row"], heads.layouts["key"], visible)
@@ -303,28 +325,22 @@ def _walk(request: Request, kind: type[Walk], dtypes: Mapping[str, Any]) -> tupl
     # Partial results of a forward are merged by whole shards.
     trimmed = algorithm != "ring" and not (axis == "row" and kind is ForwardWalk)
     team = Team(comm, heads.ranks, heads.index, work, axis, trimmed)
-    try:
-        whole, arrays, walks = heads.whole(request.whole), heads.spread(request.arrays), []
-        count = _parts(request, max(work.lengths("row")), heads.inner)
-        for slot in range(count):
-            own, some = whole, arrays
-            if count > 1:
-                part = share(whole.leading[-1], slot, count)
-                own = whole.of_heads(part.start, part.stop)
-                some = {name: part_of_heads(name, x, slot, count) for name, x in arrays.items()}
-            walks.append(kind(team, own, some, request.sums))
-        made = {}
+    whole, arrays, walks = heads.whole(request.whole), heads.spread(arrays), []
+    count = _parts(request, max(work.lengths("row")), heads.inner)
+    for slot in range(count):
+        own, some = whole, arrays
         if count > 1:
-            made = {name: walks[0].xp.empty(_shape(name, arrays, whole), dtype) for name, dtype in dtypes.items()}
-        outs = [{name: part_of_heads(name, x, slot, count) for name, x in made.items()} for slot in range(count)]
-        whole_keys = request.costs[algorithm][0].parts > 0
-        plan = stages("gather" if whole_keys else algorithm, team.index, work.size, bool(walks[0].returned))
-        found = _run(walks, plan, dtypes, outs, waits=not whole_keys)
-    except DistributedError:
-        raise
-    except BaseException:  # the others wait for this rank
-        comm.abort()
-        raise
+            part = share(whole.leading[-1], slot, count)
+            own = whole.of_heads(part.start, part.stop)
+            some = {name: part_of_heads(name, x, slot, count) for name, x in arrays.items()}
+        walks.append(kind(team, own, some, request.sums, dtypes))
+    made = {}
+    if count > 1:
+        made = {name: walks[0].tape.empty(_shape(name, arrays, whole), dtype) for name, dtype in dtypes.items()}
+    outs = [{name: part_of_heads(name, x, slot, count) for name, x in made.items()} for slot in range(count)]
+    whole_keys = request.costs[algorithm][0].parts > 0
+    plan = stages("gather" if whole_keys else algorithm, team.index, work.size, bool(walks[0].returned))
+    found = _run(walks, plan, dtypes, outs, waits=not whole_keys)
     return made or found, heads
 
 
@@ -370,21 +386,21 @@ def _parts(request: Request, rows: int, inner: int) -> int:
     return 2 if much and request.slices % (2 * inner) == 0 else 1
 
 
-def _gradients(request: Request) -> dict[str, Any]:
-    """Return the results of a backward, those that are no rank's own summed over ranks."""
-    operands = {name: request.arrays[name] for name in ("q", "k", "v", "bias", "key_bias") if name in request.arrays}
+def _gradients(request: Request, arrays: Arrays) -> Arrays:
+    """Take down a backward, whose results that are no rank's own are summed over ranks."""
+    operands = {name: arrays[name] for name in ("q", "k", "v", "bias", "key_bias") if name in arrays}
     operands |= {f"score{index}": array for index, array in request.learned.items()}
     # What is not added up is rounded at once, also if it travels.
     ready = ("q", "k", "v", *["bias"] * (request.costs[request.algorithm][1] == 1))
     dtypes = {name: request.made[f"d{name}"][1] if name in ready else request.sums for name in operands}
-    totals, heads = _walk(request, BackwardWalk, dtypes)
+    totals, heads = _walk(request, arrays, BackwardWalk, dtypes)
     shared = {name: totals.pop(name) for name in operands if name == "key_bias" or name.startswith("score")}
-    found = {f"d{name}": total for name, total in heads.collect(totals, operands).items()}
-    for name, total in shared.items():
-        part = total
-        if total.shape != operands[name].shape:  # of this rank's heads
-            part = namespace(total).zeros(operands[name].shape, total.dtype)
-            part[heads.place(part)] = total
+    found = {f"d{name}": one for name, one in heads.collect(totals, operands).items()}
+    for name, one in shared.items():
+        part = one
+        if one.shape != operands[name].shape:  # of this rank's heads
+            part = one.tape.zeros(operands[name].shape, one.dtype)
+            one.tape.add(part[heads.place(part)], one)
         every = gathered(request.comm, part, [part.shape] * request.comm.size)
-        found["dbias" if name == "key_bias" else f"d{name}"] = sum(every[1:], every[0])
+        found["dbias" if name == "key_bias" else f"d{name}"] = total(every)
     return found

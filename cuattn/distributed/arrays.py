@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cuattn import dispatch, interop
-from cuattn.distributed import flight
+from cuattn import interop
 from cuattn.distributed.comm import Comm
-from cuattn.masks.device import namespace
+from cuattn.distributed.tape import add, empty_like, start
 from cuattn.masks.runs import Runs, kept_before, length_of
 
 _PIECE = 1 << 21  # bytes of a message from which on it is sent as it lies: copying many into one would take longer
@@ -25,12 +24,12 @@ def merged(runs: Iterable[Sequence[int]]) -> Runs:
     ((2, 8),)
     """
     found: list[list[int]] = []
-    for start, stop in sorted(run for run in runs if run[0] < run[1]):
-        if found and found[-1][1] == start:
+    for begin, stop in sorted(run for run in runs if run[0] < run[1]):
+        if found and found[-1][1] == begin:
             found[-1][1] = stop
         else:
-            found.append([start, stop])
-    return tuple((start, stop) for start, stop in found)
+            found.append([begin, stop])
+    return tuple((begin, stop) for begin, stop in found)
 
 
 def common(these: Runs, those: Runs) -> Runs:
@@ -49,10 +48,20 @@ def common(these: Runs, those: Runs) -> Runs:
     return merged(found)
 
 
-@lru_cache(maxsize=256)  # asked for in every call
+def without(these: Runs, those: Runs) -> Runs:
+    """Return what runs have that others have not.
+
+    >>> without(((0, 4), (6, 9)), ((2, 7),))
+    ((0, 2), (7, 9))
+    """
+    edges = [0, *(edge for run in merged(those) for edge in run), max((stop for _, stop in these), default=0)]
+    return common(merged(these), merged(zip(edges[::2], edges[1::2], strict=True)))
+
+
+@lru_cache(maxsize=256)  # asked for by every array
 def local(whole: Runs, part: Runs) -> tuple[slice, ...]:
     """Return where runs that are part of others lie in an array that holds these."""
-    return tuple([slice(start, stop) for start, stop in kept_before(np.reshape(part, (-1, 2)), whole).tolist()])
+    return tuple([slice(begin, stop) for begin, stop in kept_before(np.reshape(part, (-1, 2)), whole).tolist()])
 
 
 def part(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
@@ -69,7 +78,7 @@ def part(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
 
 def _copy(out: Any, targets: Sequence[slice], array: Any, sources: Sequence[slice], axis: int) -> None:
     for target, source in zip(targets, sources, strict=True):
-        dispatch.add(out[_at(out, axis, target)], array[_at(array, axis, source)])
+        add(out[_at(out, axis, target)], array[_at(array, axis, source)])
 
 
 def _at(array: Any, axis: int, place: slice) -> tuple[slice, ...]:
@@ -82,7 +91,7 @@ def like(array: Any, axis: int, runs: Runs) -> Any:
     """Return room for some runs of an array like this one."""
     shape = list(array.shape)
     shape[axis] = length_of(runs)
-    return namespace(array).empty(shape, array.dtype)
+    return empty_like(array, shape, array.dtype)
 
 
 def taken(array: Any, whole: Runs, runs: Runs, axis: int) -> Any:
@@ -116,7 +125,8 @@ def pieces(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any] | None:
     count = math.prod(lead) * len(runs)
     if array.itemsize * math.prod((length_of(runs), *array.shape[len(lead) + 1 :])) < _PIECE * len(runs) or not count:
         return None
-    return [array[(*index, place)] for index in np.ndindex(*lead) for place in local(whole, runs)]
+    places = local(whole, runs)
+    return [array[(*index, place)] for index in np.ndindex(*lead) for place in places]
 
 
 def messages(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any]:
@@ -135,17 +145,16 @@ def contiguous(array: Any) -> Any:
 
 def rounded(array: Any, dtype: Any) -> Any:
     """Return a contiguous copy of a dtype."""
-    out = namespace(array).empty(array.shape, dtype)
-    dispatch.add(out, array)
+    out = empty_like(array, array.shape, dtype)
+    add(out, array)
     return out
 
 
 def gathered(comm: Comm, mine: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Return the arrays of all ranks, by rank, given their shapes."""
     mine = contiguous(mine)
-    xp = namespace(mine)
-    parts = [mine if peer == comm.rank else xp.empty(shape, mine.dtype) for peer, shape in enumerate(shapes)]
-    flight.start(comm, [(peer, mine) for peer in range(comm.size)], list(enumerate(parts)))()
+    parts = [mine if peer == comm.rank else empty_like(mine, shape, mine.dtype) for peer, shape in enumerate(shapes)]
+    start(comm, [(peer, mine) for peer in range(comm.size)], list(enumerate(parts)))()
     return parts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -59,8 +60,10 @@ class Comm(Protocol):
 
     Notes
     -----
-    Two more attributes are read if it has them: `local_size`, how many ranks share this machine, by default all; and
-    `sm_margin`, how many multiprocessors kernels leave to messages that could not begin beside them, by default none.
+    More is asked if it has it: `local_size`, how many ranks share this machine, by default all; `sm_margin`, how many
+    multiprocessors kernels leave to messages that could not begin beside them, by default none; `by_copies`, whether
+    messages of GPUs are none that wait for multiprocessors; and ``begin(sends, recvs, *, stream)``, which does of an
+    exchange what waits for no other host and returns a function that does the rest, or None.
     """
 
     rank: int
@@ -117,8 +120,9 @@ class Alone(Closing):
         """Do nothing: nobody waits."""
 
 
-# Seconds that a wait does not sleep, but lets others have its core: the shortest sleep takes half as long.
+# Seconds that a wait does not sleep, but lets others have its core: the shortest sleep takes a third as long, 0 s, too.
 _AWAKE = 2e-4
+_let_others = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Deadline:
@@ -133,6 +137,8 @@ class Deadline:
             waited = time.monotonic() - self._begin
             if waited > self._seconds:
                 raise DistributedError(f"no answer within {self._seconds:g} s", what())
+            if waited < _AWAKE:
+                _let_others()
+                continue
+            self._pause = min(self._pause + 2e-5, 1e-3)
             time.sleep(self._pause)
-            if waited > _AWAKE:
-                self._pause = min(self._pause + 2e-5, 1e-3)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cuattn.distributed.arrays import contiguous, joined, taken
 from cuattn.distributed.comm import Comm
-from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout, grouped
+from cuattn.distributed.tape import Described, add, empty_like, start
 from cuattn.distributed.walk import OF_KEYS, axis_of
 from cuattn.distributed.whole import Whole
-from cuattn.masks.device import namespace
 
 
 class Heads:
@@ -98,9 +97,13 @@ class Heads:
         for name, array in found.items():
             pieces, like = [parts[peer][name] for peer in self._members], whole.get(name)
             if like is not None and (like.ndim < 3 or like.shape[-3] == 1):
-                results[name] = sum(pieces[1:], pieces[0])
-            else:
-                results[name] = namespace(array).concatenate(pieces, axis_of(name) - 1)
+                results[name] = total(pieces)
+                continue
+            shape, axis = list(pieces[0].shape), axis_of(name) - 1
+            shape[axis] *= self.inner
+            results[name] = empty_like(array, shape, array.dtype)
+            for slot, piece in enumerate(pieces):
+                add(part_of_heads(name, results[name], slot, self.inner), piece)
         return results
 
     def _layout(self, name: str) -> Layout:
@@ -110,11 +113,21 @@ class Heads:
         """Exchange arrays within the group; return what arrives, by rank."""
         me = self._comm.rank
         parts = {
-            peer: {n: x if peer == me else namespace(x).empty(shape(n, peer), x.dtype) for n, x in sent[me].items()}
+            peer: {n: x if peer == me else empty_like(x, shape(n, peer), x.dtype) for n, x in sent[me].items()}
             for peer in self._members
         }
         start(self._comm, *([(peer, x) for peer in each for x in each[peer].values()] for each in (sent, parts)))()
         return parts
+
+
+def total(parts: Sequence[Described]) -> Described:
+    """Return the sum of arrays of one shape and dtype, in their order."""
+    found, *rest = parts
+    for number, part in enumerate(rest):
+        out = found if number else empty_like(found, found.shape, found.dtype)
+        add(out, found, part)
+        found = out
+    return found
 
 
 def part_of_heads(name: str, array: Any, slot: int, count: int) -> Any:

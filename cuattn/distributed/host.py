@@ -1,29 +1,21 @@
-"""Comms of processes: by MPI, by a process group of PyTorch, and NCCL for what lies on GPUs."""
+"""Comms of processes: what those of MPI and of a process group of PyTorch share, and that of an NCCL communicator."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import pickle
-import queue
-import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from cuattn.distributed.arrays import gathered
 from cuattn.distributed.comm import LOG, TIMEOUT, Closing, DistributedError, Messages
+from cuattn.distributed.gpu import Copies, Nccl, OnGpu, load_nccl
 from cuattn.masks.device import load_cupy
 
 _HEAD, _SHORT = 8, 1016
 """Bytes of an object's length, and those of it that travel beside it."""
-
-
-def load_nccl() -> Any:
-    """Return CuPy's NCCL, a module that CuPy itself does not import; its `available` says whether it can be used."""
-    load_cupy("array")
-    return importlib.import_module("cupy.cuda.nccl")
 
 
 def on_gpu(messages: Iterable[tuple[int, Any]]) -> bool:
@@ -37,9 +29,9 @@ def as_bytes(array: Any) -> Any:
 
 
 class Process(Closing):
-    """What comms of processes share: messages of GPUs by NCCL where each rank has its own, else through host memory.
+    """What comms of processes share: messages of GPUs by `gpu` where each rank has its own, else through host memory.
 
-    Subclasses send host arrays (`_exchange`).  A call that fails, or is interrupted, breaks the comm: what is left of
+    Subclasses send host arrays (`_begin`).  A call that fails, or is interrupted, breaks the comm: what is left of
     its messages would be taken for others'.
     """
 
@@ -47,19 +39,39 @@ class Process(Closing):
     size: int
     local_size = 1
     timeout = TIMEOUT
-    _nccl: Nccl | None = None
+    _gpus: OnGpu | None = None
+    _heads: np.ndarray | None = None  # of objects, by rank
     _broken: DistributedError | None = None
 
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Send and receive, see :class:`cuattn.distributed.Comm`."""
+        finish = self.begin(sends, recvs, stream=stream)
+        if finish is not None:
+            finish()
+
+    def begin(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> Callable[[], None] | None:
+        """Do of an exchange what waits for no other host; return what does the rest, if something is left."""
         self.check()
-        try:
-            if not on_gpu((*sends, *recvs)):
-                self._exchange([(p, as_bytes(x)) for p, x in sends], [(p, as_bytes(x)) for p, x in recvs])
-            elif self._nccl is not None:
-                self._nccl.exchange(sends, recvs, stream=stream)
+        with self._breaking():
+            if not on_gpu((*sends[:1], *recvs[:1])):
+                finish = self._begin([(p, as_bytes(x)) for p, x in sends], [(p, as_bytes(x)) for p, x in recvs])
+            elif self._gpus is not None:
+                finish = self._gpus.begin(sends, recvs, stream=stream)
             else:
-                self._through_host(sends, recvs, stream)
+                return self._through_host(sends, recvs, stream)
+        if finish is None:
+            return None
+
+        def end() -> None:
+            with self._breaking():
+                finish()
+
+        return end
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             known = isinstance(error, DistributedError)
             text = f"{type(error).__name__}: {error}"
@@ -68,10 +80,16 @@ class Process(Closing):
                 raise
             raise self._broken from error
 
+    @property
+    def by_copies(self) -> bool:
+        """Whether messages of GPUs are no kernels."""
+        return isinstance(self._gpus, Copies)
+
     def check(self) -> None:
-        """Raise if an earlier call failed; with NCCL, which fails after the call, also if that has by now."""
-        if self._nccl is not None and self._nccl.failed:
-            self._broken = self._broken or DistributedError("NCCL failed", {self.rank: self._nccl.failed})
+        """Raise if an earlier call failed; of work on GPUs, which fails after the call, also if that has by now."""
+        if self._gpus is not None and self._gpus.failed:
+            text = f"{self._gpus.name} failed"
+            self._broken = self._broken or DistributedError(text, {self.rank: self._gpus.failed})
         if self._broken is not None:
             raise DistributedError("the comm is broken, since an earlier call failed", self._broken.ranks)
 
@@ -86,6 +104,10 @@ class Process(Closing):
         stream.synchronize()
 
     def _exchange(self, sends: Messages, recvs: Messages) -> None:
+        self._begin(sends, recvs)()
+
+    def _begin(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
+        """Begin to exchange host arrays; return what waits for them."""
         raise NotImplementedError
 
     def allgather(self, obj: Any) -> list[Any]:
@@ -93,114 +115,73 @@ class Process(Closing):
 
         A message of a fixed size has an object's length and, if it is short, the object itself.
         """
-        content = np.frombuffer(bytearray(pickle.dumps(obj)), np.uint8)  # which libraries want to be able to write to
-        rest, mine = content[_SHORT:], np.zeros(_HEAD + _SHORT, np.uint8)
-        mine[:_HEAD].view(np.int64)[0] = content.size
-        mine[_HEAD:][: content.size] = content[:_SHORT]
-        heads = gathered(self, mine, [mine.shape] * self.size)
-        sizes = [int(head[:_HEAD].view(np.int64)[0]) for head in heads]
-        rests = gathered(self, rest, [(max(size - _SHORT, 0),) for size in sizes])
-        parts = zip(sizes, heads, rests, strict=True)
-        return [pickle.loads(head[_HEAD:][:size].tobytes() + rest.tobytes()) for size, head, rest in parts]
+        content, others = pickle.dumps(obj), [peer for peer in range(self.size) if peer != self.rank]
+        if self._heads is None:
+            self._heads = np.empty((self.size, _HEAD + _SHORT), np.uint8)
+        heads = self._heads
+        heads[self.rank, :_HEAD].view(np.int64)[0] = len(content)
+        heads[self.rank, _HEAD:][: len(content)] = np.frombuffer(content[:_SHORT], np.uint8)
+        self.exchange([(peer, heads[self.rank]) for peer in others], [(peer, heads[peer]) for peer in others])
+        sizes = heads[:, :_HEAD].view(np.int64)[:, 0].tolist()
+        rests = [b""] * self.size
+        if max(sizes) > _SHORT:
+            rest = np.frombuffer(bytearray(content[_SHORT:]), np.uint8)  # libraries want to be able to write to it
+            rests = gathered(self, rest, [(max(size - _SHORT, 0),) for size in sizes])
+        parts = zip(sizes, heads[:, _HEAD:], rests, strict=True)
+        return [pickle.loads(head[:size].tobytes() + bytes(rest)) for size, head, rest in parts]
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
         self.allgather(None)
 
     def use_devices(self, device: int | None) -> None:
-        """Let messages of GPUs go by NCCL if every rank has a GPU of its own; all ranks call this."""
-        found = None if device is None else _identity(device)
-        every = self.allgather(found)
-        if None in every or len(set(every)) < self.size:
-            if device is not None:
-                LOG.info("no NCCL: ranks without a GPU of their own; messages of GPUs go through host memory")
-            return
+        """Let messages of GPUs go from one to the other if every rank has a GPU of its own; all ranks call this."""
+        every = self.allgather(None if device is None else _identity(device))
+        if None not in every and len(set(every)) == self.size:
+            self._gpus = self._copies() or self._by_nccl()
+        if device is not None and self._gpus is None:
+            LOG.info("no messages from GPU to GPU of its own: not every rank has one for itself, or there is no NCCL")
+
+    def _copies(self) -> Copies | None:
+        """Return copies within this machine, if all ranks are on it and can make them."""
+        if self.local_size < self.size:
+            return None
+        made, why = None, ""
+        try:
+            made = Copies(self.rank, self.size, self._begin, self.timeout)
+        except Exception as error:  # CuPy's own, or of a driver that lacks something
+            why = str(error)
+        for step in (Copies.meet, Copies.works):
+            names = self.allgather(made and made.allocation)
+            try:
+                if made is not None and (None in names or not step(made, names)):
+                    made = made.close()
+            except Exception as error:
+                made, why = made.close(), str(error)
+        if all(self.allgather(made is not None)):
+            return made
+        LOG.info("no copies between GPUs: %s", why or "another rank cannot make them")
+        return made and made.close()
+
+    def _by_nccl(self) -> Nccl | None:
         nccl = load_nccl()
+        if not all(self.allgather(nccl.available)):
+            return None
         key = self.allgather(nccl.get_unique_id() if self.rank == 0 else None)[0]
-        self._nccl = Nccl(nccl.NcclCommunicator(self.size, key, self.rank), self.timeout)
+        return Nccl(nccl.NcclCommunicator(self.size, key, self.rank), self.timeout)
 
     def close(self) -> None:
         """Free what this comm has made."""
-        if self._nccl is not None:
-            self._nccl.close()
-            self._nccl = None
+        if self._gpus is not None:
+            self._gpus.close()
+            self._gpus = None
 
 
-def _identity(device: int) -> str | None:
-    """Make a GPU the current one; return what tells it from all others, or None where there is no NCCL."""
+def _identity(device: int) -> str:
+    """Make a GPU the current one; return what tells it from all others."""
     cupy = load_cupy("device")
     cupy.cuda.Device(device).use()
-    if not load_nccl().available:
-        return None
     return bytes(cupy.cuda.runtime.getDeviceProperties(device)["uuid"]).hex()
-
-
-class Nccl:
-    """Messages of GPUs, in one group each.
-
-    Parameters
-    ----------
-    nccl : cupy.cuda.nccl.NcclCommunicator
-    timeout : float
-        Seconds that work on the GPU may take; then the communicator is aborted, which ends it.
-
-    Attributes
-    ----------
-    failed : str
-        Why the communicator was aborted, and cannot be used again; else empty.
-    """
-
-    def __init__(self, nccl: Any, timeout: float) -> None:
-        self._nccl, self._timeout, self.failed = nccl, timeout, ""
-        self._pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._watch, name="cuattn-nccl", daemon=True).start()
-
-    def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
-        """Enqueue messages."""
-        cuda, nccl = load_cupy("array").cuda, load_nccl()
-        stream, done = stream or cuda.get_current_stream(), cuda.Event(disable_timing=True)
-        enqueued = threading.Event()  # which waits for peers, too, when they first meet
-        self._pending.put((enqueued, done, cuda.Device(), time.monotonic() + self._timeout))
-        nccl.groupStart()
-        try:
-            for call, messages in ((self._nccl.send, sends), (self._nccl.recv, recvs)):
-                for peer, array in messages:
-                    call(array.data.ptr, array.nbytes, nccl.NCCL_UINT8, peer, stream.ptr)
-        finally:
-            nccl.groupEnd()
-        done.record(stream)
-        enqueued.set()
-
-    def _watch(self) -> None:
-        """Abort what is not done in time."""
-        while (item := self._pending.get()) is not None:
-            enqueued, event, device, end = item
-            with device:
-                while not (done := enqueued.is_set() and event.done) and time.monotonic() < end and self._sound():
-                    time.sleep(1e-2)
-                if not done:
-                    return self.abort(f"NCCL failed, or did not finish within {self._timeout:g} s")
-
-    def _sound(self) -> bool:
-        """Return whether NCCL knows of no error."""
-        try:
-            self._nccl.check_async_error()
-        except Exception:  # CuPy's NcclError, which only a build with NCCL has
-            return False
-        return True
-
-    def abort(self, why: str) -> None:
-        """End all work of this rank on the GPU."""
-        if not self.failed:
-            self.failed = why
-            LOG.error("%s: aborted", why)
-            self._nccl.abort()
-
-    def close(self, *, destroy: bool = True) -> None:
-        """End, and free the communicator."""
-        self._pending.put(None)
-        if destroy and not self.failed:
-            self._nccl.destroy()
 
 
 class OfNccl(Process):
@@ -208,23 +189,27 @@ class OfNccl(Process):
 
     def __init__(self, nccl: Any, timeout: float) -> None:
         self.rank, self.size, self.timeout = nccl.rank_id(), nccl.size(), timeout
-        self.local_size, self._nccl = self.size, Nccl(nccl, timeout)
+        self.local_size, self._gpus = self.size, Nccl(nccl, timeout)
 
-    def _exchange(self, sends: Messages, recvs: Messages) -> None:
+    def _begin(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
         cupy = load_cupy("array")
         ours = [(peer, cupy.asarray(array)) for peer, array in sends]
         theirs = [(peer, cupy.empty(array.shape, array.dtype)) for peer, array in recvs]
-        self._nccl.exchange(ours, theirs)
-        for (_, array), (_, copy) in zip(recvs, theirs, strict=True):
-            array[...] = copy.get()
+        self._gpus.begin(ours, theirs)
+
+        def finish() -> None:
+            for (_, array), (_, copy) in zip(recvs, theirs, strict=True):
+                array[...] = copy.get()
+
+        return finish
 
     def abort(self) -> None:
         """Let all work of this rank on the GPU end, and that of others by their deadlines."""
-        if self._nccl is not None:
-            self._nccl.abort("abort() was called")
+        if self._gpus is not None:
+            self._gpus.abort("abort() was called")
 
     def close(self) -> None:
         """Leave the communicator to its owner."""
-        if self._nccl is not None:
-            self._nccl.close(destroy=False)
-            self._nccl = None
+        if self._gpus is not None:
+            self._gpus.close(destroy=False)
+            self._gpus = None

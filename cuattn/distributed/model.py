@@ -24,7 +24,7 @@ _PARTS = (1, 2, 4, 8)
 _SHARDS = 2  # of keys beside its own, which a rank may hold of some heads at a time
 # Of a GPU and its host: seconds between two launches, and of a host's step; what a tile of rows has, for one of so many
 # multiprocessors; and how much longer some keys after the other take than all at once, as rows begin and end unrounded.
-_LAUNCH, _HOST, _TILE, _MULTIPROCESSORS, _SHORTER = 5e-5, 2.5e-4, 128, 132, 0.06
+_LAUNCH, _HOST, _TILE, _MULTIPROCESSORS, _SHORTER = 5e-5, 1.2e-4, 128, 132, 0.02
 _WHY = {
     "needed": "each rank is sent the keys that its rows see, from their owners in turn",
     "ring": "whole shards of keys in turn",
@@ -174,12 +174,19 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     links = np.where(islands[:, None] == islands, rates.link, rates.between)
     if parts:
         travelling = (moved * (there + back) / links).sum(1) + parts * rates.latency
-        hidden = (1 - 1 / parts) * travelling if rates.overlapped else 0.0  # but for the first and the last part's
+        # The messages of all but the first and the last part; of a single one in rows that see own keys alone.
+        alone = work.alone * (seconds.sum(1) / np.maximum(work.elements.sum(1), 1)) * (not size.backward)
+        hidden = np.minimum(alone, travelling) if parts == 1 else (1 - 1 / parts) * travelling
+        hidden = hidden * rates.overlapped
         # At the end of each part multiprocessors wait for the last tile of rows, half of its time in the mean.
         tile = seconds.sum(1) * _TILE * _MULTIPROCESSORS / np.maximum(rows * size.batch * size.heads, 1)
-        ends = travelling - hidden + np.maximum(seconds.sum(1) + (parts - 1) * (tile / 2 + _LAUNCH), hidden)
+        more = parts - 1 if parts > 1 else (alone > 0) & (travelling > rates.latency)
+        launched = _LAUNCH * (3 if size.backward else 1)
+        ends = travelling - hidden + np.maximum(seconds.sum(1) + more * (tile / 2 + launched), hidden)
     else:
-        adding = rows * 3 * size.stays / inner / rates.memory  # a part to what there is
+        # A part to what there is, for all rows, or in the backward for those that see its keys.
+        some = work.needs["row"].T if trimmed and size.backward and axis == "key" else np.tile(rows[:, None], ranks)
+        adding = some * 3 * size.stays / inner / rates.memory
         longer = 1 + _SHORTER * (rates.overlapped and ranks > 1)
         ends, travelling = _timeline(seconds * longer, adding, moved * there / links, moved.T * back / links, rates)
     held = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner
@@ -210,8 +217,8 @@ def _timeline(
     ----------
     seconds : array, (ranks, ranks)
         That each computes with what it is sent by each.
-    adding : array, (ranks,)
-        For each to add a part to what there is.
+    adding : array, (ranks, ranks)
+        To add that to what there is.
     there, back : array, (ranks, ranks)
         Seconds in which each receives a part, or results, from each.
     """
@@ -224,8 +231,8 @@ def _timeline(
 
     begin = travelling = message(sequence[0], 0)
     for before, step, following in zip([0, *sequence], sequence, [*sequence[1:], 0], strict=False):
-        under_way, own = message(following, before), seconds[order, (order - step) % ranks]
-        computed = begin + own + adding * (own > 0) * (step != sequence[0])
+        under_way, part = message(following, before), (order, (order - step) % ranks)
+        computed = begin + seconds[part] + adding[part] * (seconds[part] > 0) * (step != sequence[0])
         ready = begin if rates.overlapped else computed
         arrived = np.maximum(ready, ready[(order - following) % ranks]) + under_way
         begin = np.maximum(computed, np.where(under_way > 0, arrived, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from cuattn.distributed.comm import Deadline, DistributedError, Messages
@@ -56,7 +57,7 @@ class OfMpi(Process):
         self.local_rank, self.local_size = local.rank, local.size
         local.Free()
 
-    def _exchange(self, sends: Messages, recvs: Messages) -> None:
+    def _begin(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
         messages = (*recvs, *sends)
         requests = [self._comm.Irecv([array, self._mpi.BYTE], peer) for peer, array in recvs]
         requests += [self._comm.Isend([array, self._mpi.BYTE], peer) for peer, array in sends]
@@ -66,11 +67,14 @@ class OfMpi(Process):
             left = [peer for (peer, _), request in zip(messages, requests, strict=True) if not request.Test()]
             return dict.fromkeys(left, f"did not answer rank {self.rank}")
 
-        Deadline(self.timeout).wait(lambda: self._mpi.Request.Testall(requests, statuses), late)
-        for (_, array), status in zip(recvs, statuses, strict=False):  # MPI itself takes shorter ones
-            if status.Get_count(self._mpi.BYTE) != array.nbytes:
-                found = status.Get_count(self._mpi.BYTE)
-                raise DistributedError(f"a message has {found} bytes; expected {array.nbytes}")
+        def finish() -> None:
+            Deadline(self.timeout).wait(lambda: self._mpi.Request.Testall(requests, statuses), late)
+            for (_, array), status in zip(recvs, statuses, strict=False):  # MPI itself takes shorter ones
+                if status.Get_count(self._mpi.BYTE) != array.nbytes:
+                    found = status.Get_count(self._mpi.BYTE)
+                    raise DistributedError(f"a message has {found} bytes; expected {array.nbytes}")
+
+        return finish
 
     def abort(self) -> None:
         """End all processes of the job."""

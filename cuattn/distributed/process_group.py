@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from cuattn.distributed.comm import DistributedError, Messages
@@ -12,7 +15,7 @@ from cuattn.masks.device import load_cupy
 
 
 class OfProcessGroup(Process):
-    """The comm of a process group; one of NCCL alone, and arrays on GPUs, have the group's own deadlines."""
+    """The comm of a process group; one of NCCL alone, and what else goes by NCCL, have the group's own deadlines."""
 
     def __init__(self, group: Any, timeout: float) -> None:
         import torch
@@ -21,6 +24,13 @@ class OfProcessGroup(Process):
         self.rank, self.size = group.rank(), group.size()
         self._backend = str(torch.distributed.get_backend(group))
         self._takes_gpus = "nccl" in self._backend
+        if "gloo" in self._backend and self._takes_gpus:
+            machines = self.allgather(_machine())
+            self.local_size = machines.count(machines[self.rank])
+            self.use_devices(torch.cuda.current_device())
+
+    def _by_nccl(self) -> None:
+        """Leave messages to the group's own NCCL."""
 
     def _through_host(self, sends: Messages, recvs: Messages, stream: Any) -> None:
         if not self._takes_gpus:
@@ -30,15 +40,20 @@ class OfProcessGroup(Process):
             for work in self._begun(*([(peer, as_bytes(x)) for peer, x in pairs] for pairs in (sends, recvs))):
                 work.wait()
 
-    def _exchange(self, sends: Messages, recvs: Messages) -> None:
-        end, failed = time.monotonic() + self.timeout, {}
-        for (peer, _), work in zip((*sends, *recvs), self._begun(sends, recvs), strict=True):
-            try:
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
-            except RuntimeError as error:
-                failed[peer] = str(error)
-        if failed:
-            raise DistributedError(f"messages failed, or did not arrive within {self.timeout:g} s", failed)
+    def _begin(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
+        begun = self._begun(sends, recvs)
+
+        def finish() -> None:
+            end, failed = time.monotonic() + self.timeout, {}
+            for (peer, _), work in zip((*sends, *recvs), begun, strict=True):
+                try:
+                    work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
+                except RuntimeError as error:
+                    failed[peer] = str(error)
+            if failed:
+                raise DistributedError(f"messages failed, or did not arrive within {self.timeout:g} s", failed)
+
+        return finish
 
     def _begun(self, sends: Messages, recvs: Messages) -> list[Any]:
         """Begin to send and to receive; return what waits for it, of host arrays by message."""
@@ -63,3 +78,9 @@ class OfProcessGroup(Process):
         """Let work that is under way fail; over gloo that of others does at their deadlines."""
         self._broken = self._broken or DistributedError("abort() was called", {self.rank: "called abort()"})
         self._group.abort()
+
+
+def _machine() -> str:
+    """Return what tells this machine from others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from cuattn import api, dispatch, interop
-from cuattn.distributed.agreement import Stated, agreed, described, digest_of, same
+from cuattn.distributed.agreement import Message, Stated, agreed, described, digest_of, same
 from cuattn.distributed.arrays import given_back, rounded
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.model import ALGORITHMS, DistributedPlan, Size, least, options_of, planned, rates_of
+from cuattn.distributed.tape import Tape
 from cuattn.distributed.walk import axis_of
 from cuattn.distributed.whole import Whole
 from cuattn.errors import ArgumentError, ShapeError, shown
@@ -27,10 +28,10 @@ from cuattn.masks.runs import length_of
 from cuattn.problem import DTYPES, Operation, Options, Origin, check_axes, check_band, check_state
 from cuattn.rng import BLOCK, RNGState, recorded, resolve, threshold
 
-_memo = lru_cache(maxsize=64)(lambda *call: [])  # of calls that were in order
-_SETTLED = ("rows", "keys", "whole", "size", "slices", "costs", "algorithm", "learned", "made")  # what is kept
-_LOOKED_AT = ("bias", "dlse", "score", "out", "rng")  # settings of calls that are looked at anew
-_OWN = ("mask", "bias", "origin", "out", "rng", "dlse", "score_args")  # settings that parts are not given as they are
+_memo = lru_cache(maxsize=64)(lambda *call: {})  # of calls that were in order
+_SETTLED = ("rows", "keys", "whole", "size", "slices", "costs", "algorithm", "learned", "made", "of_keys")  # is kept
+_OWN = ("bias", "out", "rng", "dlse")  # settings that are a rank's own
+_CUT = (*_OWN, "mask", "origin", "score_args")  # settings that parts are not given as they are
 
 
 @lru_cache
@@ -38,6 +39,13 @@ def defaults(name: str) -> dict[str, Any]:
     """Return the keyword arguments of a function of cuattn, with their defaults."""
     parameters = inspect.signature(getattr(api, name)).parameters.values()
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+def _recalled(function: Any) -> Any:
+    """Return what tells a function that was traced, as long as it captures the same, from others; None of another."""
+    from cuattn.tracing import recall
+
+    return recall(function)
 
 
 class Request:
@@ -70,7 +78,12 @@ class Request:
         The arrays among score_args that are differentiated, by number.
     made : dict of str to (shape, dtype)
         Of each result.
+    tape : Tape or None
+        What this rank does, once it was taken down.
     """
+
+    tape: Tape | None = None
+    of_keys = False  # whether the bias has no rows
 
     def __init__(
         self,
@@ -84,20 +97,23 @@ class Request:
     ) -> None:
         self.operation, self.comm, self.placing, self._operands = operation, comm, placing, operands
         self.settings, self.state, self._wanted = {**defaults(operation.name), **options}, state, wanted
-        everyone, digest, known = same(comm, self._read, self._facts)
-        if known:
-            vars(self).update(self._found)
-            self._outputs.check(self.made, self.arrays, self.home)
+        found = same(comm, self._read, self._facts)
+        if self._plain() is not None and not operation.replays:
+            self.state = found.seed
+        if found.known:
+            vars(self).update(self._memo)
+            self._name_bias()
+            self._widen()
             return
 
         def settle() -> None:
             with self.home.scope():
-                self._settle(everyone)
+                self._settle(found.everyone)
 
         agreed(comm, settle)
         if self._memo is not None:
-            found = {name: vars(self)[name] for name in _SETTLED}
-            self._memo[:] = [(self._said._replace(expected=digest), found)]
+            said = self._message.stated._replace(random="", seed=None, expected=found.digest)
+            self._memo |= {"_message": Message(said), **{name: getattr(self, name) for name in _SETTLED}}
 
     @property
     def dtype(self) -> np.dtype:
@@ -113,60 +129,81 @@ class Request:
     def _local_size(self) -> int:
         return getattr(self.comm, "local_size", self.comm.size)
 
-    def _read(self) -> Stated:
+    def _read(self) -> Message:
         """Look at this rank's arguments; return what must be equal everywhere, and what it brings."""
         settings, known = self.settings, defaults(self.operation.name)
         for name in settings.keys() - known.keys():
             raise TypeError(f"{self.operation.name}() got an unexpected keyword argument {name!r}")
         self._outputs = Outputs(self._wanted, settings["out"])
         self._look()
-        arrays, level = self.arrays, threshold(settings["dropout_p"])
-        self._memo = None if level else self._memo_of_call()
-        if self._memo:
-            self._said, self._found = self._memo[0]
-            return self._said
+        level, arrays = threshold(settings["dropout_p"]), self.arrays
         if self.operation.replays:
             check_state("fwd.rng_state", self.state, level)
             self.state = None if self.state is None else recorded(self.state)
         else:
             self.state = resolve(settings["rng"]) if level else None
-        rows = arrays["bias"].shape[-2:-1] if "bias" in arrays else ()
-        brought = {"lengths": (arrays["q"].shape[-2], arrays["k"].shape[-2]), "rows": rows, "seed": self._plain()}
-        texts = sorted((name, described(value)) for name, value in self._facts().items())
-        self._said = Stated(digest_of(texts), brought)
-        return self._said
+        self._memo = self._memo_of_call()
+        if self._memo:
+            message = self._memo["_message"]
+            self._outputs.check(self._memo["made"], arrays, self.home)
+        else:
+            rows = arrays["bias"].shape[-2:-1] if "bias" in arrays else ()
+            brought = {"lengths": (arrays["q"].shape[-2], arrays["k"].shape[-2]), "rows": rows}
+            texts = sorted((name, described(value)) for name, value in self._facts().items() if name != "rng")
+            message = Message(Stated(digest_of(texts), brought))
+        if self.state is not None or settings.get("rng") is not None:
+            random = described(self._random())
+            message = Message(message.stated._replace(random=random, seed=self._plain()))
+        self._message = message
+        return message
+
+    def _random(self) -> Any:
+        """Return where random numbers come from, as far as it is to be equal everywhere."""
+        random = self.state if self.operation.replays else self.settings["rng"]
+        if isinstance(random, np.random.Generator):
+            return type(random)
+        return random.seed if isinstance(random, RNGState) and not isinstance(random.offset, int) else random
 
     def _facts(self) -> dict[str, Any]:
         """Return what must be equal everywhere."""
-        settings, random = self.settings, self.state
-        if not self.operation.replays:
-            random = type(settings["rng"]) if isinstance(settings["rng"], np.random.Generator) else settings["rng"]
-        if isinstance(random, RNGState) and not isinstance(random.offset, int):
-            random = random.seed
         facts = {"the operation": self.operation.name, "the memory": self.home.backend, **self.placing}
-        facts |= {name: value for name, value in settings.items() if name not in ("bias", "out", "rng", "dlse")}
-        facts |= {"mask": self.mask, "rng": random, "score_args": self._score_args}
+        facts |= {name: value for name, value in self.settings.items() if name not in _OWN}
+        facts |= {"mask": self.mask, "rng": self._random(), "score_args": self._score_args}
         return facts | {f"the shape of {name}": _without_length(name, x) for name, x in self.arrays.items()}
 
-    def _memo_of_call(self) -> list[Any] | None:
+    def _memo_of_call(self) -> dict[str, Any] | None:
         """Return where it is kept what was found of a call like this one, empty at first.
 
         None of a call in which more may be wrong than shapes, dtypes and options tell.
         """
         settings, mask, comm, home = self.settings, self.mask, self.comm, self.home
-        if not (mask is None or isinstance(mask, Mask)) or self.state is not None or settings["score_args"] != ():
+        args, window, seen = settings["score_args"], settings["window"], interop.signature(self.arrays)
+        if seen is None or type(args) is not tuple or not all(type(x) in (bool, int, float) for x in args):
             return None
-        if any(settings.get(name) is not None for name in _LOOKED_AT):
+        if self.state is None and settings.get("rng") is not None:
             return None
-        options, window = tuple(settings.items()), settings["window"]
-        types = tuple(map(type, (*settings.values(), *(window if isinstance(window, tuple) else ()))))
-        arrays = tuple([(name, array.shape, array.dtype) for name, array in self.arrays.items()])
-        ranks = comm.rank, comm.size, self._local_size
+        options = {name: x for name, x in settings.items() if name not in (*_OWN, "score")}
+        functions = [f for f in (settings["score"], mask) if not (f is None or isinstance(f, Mask))]
+        if functions:
+            options["mask"] = mask if mask is None or isinstance(mask, Mask) else callable
+            functions = [_recalled(f) if callable(f) else None for f in functions]
+            if None in functions:
+                return None
+        types = tuple(map(type, (*options.values(), *args, *(window if isinstance(window, tuple) else ()))))
+        strides = tuple([array.strides for array in self.arrays.values()])
+        ranks = comm.rank, comm.size, self._local_size, getattr(comm, "sm_margin", 0)
         where = *ranks, home.backend, home.device, home.kind, *self.placing.values()
+        call = self.operation.name, tuple(options.items()), types, *functions, self._wanted, seen[0], strides
         try:
-            return _memo(self.operation.name, options, types, arrays, self._wanted, *where)
+            return _memo(*call, *where)
         except TypeError:  # an option that cannot be hashed, and will be refused
             return None
+
+    def keep(self, tape: Tape) -> None:
+        """Take the tape of the call, which others like it are given."""
+        self.tape = tape
+        if self._memo is not None:
+            self._memo["tape"] = tape
 
     def _look(self) -> None:
         """Take views of this rank's arrays."""
@@ -214,10 +251,8 @@ class Request:
             raise ArgumentError(
                 f"origin is {shown(origin)}; expected one of batch, head and heads: layout has the rest"
             )
-        if self._plain() is not None and not self.operation.replays:
-            self.state = everyone[0]["seed"]
         own = Origin(origin.batch, origin.head, heads=origin.heads or heads)
-        options = {name: value for name, value in settings.items() if name not in _OWN}
+        options = {name: value for name, value in settings.items() if name not in _CUT}
         options |= {"score_args": self._score_args}
         self.whole = Whole(n_queries, n_keys, leading, own, self.mask, self.state, options)
         check_band(settings["is_causal"], settings["window"], n_queries, n_keys)
@@ -237,12 +272,17 @@ class Request:
         if bias.shape[-1] not in (1, self.keys.n):
             raise ShapeError(f"bias has shape {tuple(bias.shape)}; expected this rank's rows by all {self.keys.n} keys")
         own = self.arrays["q"].shape[-2]
-        if all(n == 1 for n in rows) and any(n != 1 for n in self.rows.lengths):
-            self.arrays["key_bias"] = self.arrays.pop("bias")
-        elif bias.shape[-2] != own:
+        self.of_keys = all(n == 1 for n in rows) and any(n != 1 for n in self.rows.lengths)
+        self._name_bias()
+        if not self.of_keys and bias.shape[-2] != own:
             raise ShapeError(
                 f"bias has shape {tuple(bias.shape)}; expected {own} rows, this rank's, or 1 on every rank"
             )
+
+    def _name_bias(self) -> None:
+        """Call a bias without rows what it is."""
+        if self.of_keys:
+            self.arrays["key_bias"] = self.arrays.pop("bias")
 
     def _part(self) -> dispatch.Call:
         """Return a call like that for the part of this rank's rows and keys, as good to check."""

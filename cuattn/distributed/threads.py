@@ -21,7 +21,7 @@ from cuattn.masks.device import load_cupy
 
 _here = threading.local()
 _TURN = 1e-4  # seconds that a rank's thread has Python for itself while others want it, at most
-_turns: list[float] = []  # what that was before each of those who want it so now
+_turns = {"callers": 0, "before": 0.0}  # who wants it so now, and what it was before the first of them
 _turns_lock = threading.Lock()
 
 
@@ -58,26 +58,35 @@ class _World:
 
 
 class _Letter:
-    """An array on its way, which is not changed before it was taken."""
+    """Arrays on their way, which are not changed before they were taken, and what a stream did before."""
 
-    def __init__(self, array: Any, stream: Any) -> None:
-        self.array, self.taken, self.event = array, False, None
-        if not isinstance(array, np.ndarray):
-            self.event = _recorded(stream)
+    def __init__(self, event: Any) -> None:
+        self.event, self.taken = event, False
+        self.arrays: list[Any] = []
+        self.copied: list[Any] = []  # events
 
-    def put_into(self, target: Any, stream: Any) -> None:
-        """Copy it: on a GPU in the order of the receiver's stream, for which the sender's will wait."""
-        if self.array.nbytes != target.nbytes or (self.event is None) != isinstance(target, np.ndarray):
-            raise DistributedError(f"a message has {self.array.nbytes} bytes; expected {target.nbytes}")
-        if self.event is None:
-            target.reshape(-1).view(np.uint8)[...] = self.array.reshape(-1).view(np.uint8)
-            return
-        runtime = load_cupy("array").cuda.runtime
-        _enable(target.device.id, self.array.device.id)
-        stream.wait_event(self.event)
-        where = target.data.ptr, target.device.id, self.array.data.ptr, self.array.device.id
-        runtime.memcpyPeerAsync(*where, target.nbytes, stream.ptr)
-        self.event = _recorded(stream)
+    def put_into(self, targets: list[Any], stream: Any) -> None:
+        """Copy as many as there are targets: on a GPU in the order of their stream, for which the sender's will wait.
+
+        What is left of both is in their lists.
+        """
+        count = min(len(self.arrays), len(targets))
+        runtime = None
+        if self.event is not None:
+            runtime = load_cupy("array").cuda.runtime
+            stream.wait_event(self.event)
+        for array, target in zip(self.arrays[:count], targets[:count], strict=True):
+            if array.nbytes != target.nbytes or (runtime is None) != isinstance(target, np.ndarray):
+                raise DistributedError(f"a message has {array.nbytes} bytes; expected {target.nbytes}")
+            if runtime is None:
+                target.reshape(-1).view(np.uint8)[...] = array.reshape(-1).view(np.uint8)
+                continue
+            here, there = target.device.id, array.device.id
+            _enable(here, there)
+            runtime.memcpyPeerAsync(target.data.ptr, here, array.data.ptr, there, target.nbytes, stream.ptr)
+        if runtime is not None:
+            self.copied.append(_recorded(stream))
+        del self.arrays[:count], targets[:count]
 
 
 def _recorded(stream: Any) -> Any:
@@ -102,6 +111,8 @@ def _enable(here: int, there: int) -> None:
 class ThreadComm(Closing):
     """The comm of one of several threads, which `spawn` ends."""
 
+    by_copies = True
+
     def __init__(self, world: _World, rank: int, local_size: int | None = None) -> None:
         self._world, self.rank, self.size, self._calls = world, rank, world.size, 0
         self.local_size, self.timeout = world.size if local_size is None else local_size, TIMEOUT
@@ -109,29 +120,35 @@ class ThreadComm(Closing):
     def exchange(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> None:
         """Send and receive, see :class:`cuattn.distributed.Comm`."""
         world, boxes = self._world, self._world.boxes
-        if stream is None and any(not isinstance(array, np.ndarray) for _, array in (*sends, *recvs)):
-            stream = load_cupy("array").cuda.get_current_stream()
-        letters = [(peer, _Letter(array, stream)) for peer, array in sends]
+        event, letters, expected = None, {}, {}
+        if any(not isinstance(array, np.ndarray) for _, array in (*sends[:1], *recvs[:1])):
+            stream = stream or load_cupy("array").cuda.get_current_stream()
+            event = _recorded(stream) if sends else None
+        for peer, array in sends:
+            letters.setdefault(peer, _Letter(event)).arrays.append(array)
+        for peer, target in recvs:
+            expected.setdefault(peer, []).append(target)
         with world.changed:
-            for peer, letter in letters:
+            for peer, letter in letters.items():
                 boxes[self.rank, peer].append(letter)
             world.changed.notify_all()
         with world.failing(self.rank):
-            for peer, target in recvs:
-                with world.changed:
-                    box = boxes[peer, self.rank]  # of two that ask for it first one would make another
-                    self._wait(lambda box=box: box, lambda peer=peer: [peer])
-                    letter = box.popleft()
-                letter.put_into(target, stream)
-                with world.changed:
-                    letter.taken = True
-                    world.changed.notify_all()
+            for peer, targets in expected.items():
+                while targets:
+                    with world.changed:
+                        box = boxes[peer, self.rank]  # of two that ask for it first one would make another
+                        self._wait(lambda box=box: box, lambda peer=peer: [peer])
+                    letter = box[0]
+                    letter.put_into(targets, stream)
+                    if not letter.arrays:
+                        with world.changed:
+                            box.popleft().taken = True
+                            world.changed.notify_all()
             with world.changed:
-                left = lambda: [peer for peer, letter in letters if not letter.taken]  # noqa: E731
+                left = lambda: [peer for peer, letter in letters.items() if not letter.taken]  # noqa: E731
                 self._wait(lambda: not left(), left)
-            for _, letter in letters:
-                if letter.event is not None:
-                    stream.wait_event(letter.event)
+            for copied in (event for letter in letters.values() for event in letter.copied):
+                stream.wait_event(copied)
 
     def _wait(self, happened: Callable[[], Any], missing: Callable[[], Sequence[int]]) -> None:
         """Wait, with the lock held; fail as soon as a rank has, or has ended, or after the deadline."""
@@ -257,16 +274,17 @@ def shared_cores(ranks: int) -> Iterator[None]:
 def _short_turns() -> Iterator[None]:
     """Let threads take turns soon; the last of several callers gives the interval back that was before the first."""
     with _turns_lock:
-        _turns.append(sys.getswitchinterval())
-        sys.setswitchinterval(min(_turns[0], _TURN))
+        if not _turns["callers"]:
+            _turns["before"] = sys.getswitchinterval()
+        _turns["callers"] += 1
+        sys.setswitchinterval(min(_turns["before"], _TURN))
     try:
         yield
     finally:
         with _turns_lock:
-            before = _turns[0]
-            _turns.pop()
-            if not _turns:
-                sys.setswitchinterval(before)
+            _turns["callers"] -= 1
+            if not _turns["callers"]:
+                sys.setswitchinterval(_turns["before"])
 
 
 def hold_cores(ranks: int) -> None:

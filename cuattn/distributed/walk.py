@@ -3,31 +3,30 @@
 Keys travel (k and v) or rows do (q and all that belongs to it); the other axis stays.  Each stage has sources, whose
 part arrives, and clients, who are sent this rank's.  While a stage is computed, the next one's part is on its way, and
 with it, in one group of messages, the partial results of the last.  Sums are taken in the order of the stages, which
-depends on layouts and mask alone.
+depends on layouts and mask alone.  So does all that is done here: a tape takes it down, see
+:mod:`cuattn.distributed.tape`, and arrays are only described.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn import dispatch
-from cuattn.api import gradients
-from cuattn.distributed.arrays import like, local, merged, messages, pieces, put, taken
+from cuattn.distributed.arrays import joined, like, local, merged, messages, part, pieces, put, taken, without
 from cuattn.distributed.comm import Comm
-from cuattn.distributed.flight import start
 from cuattn.distributed.layout import Layout
+from cuattn.distributed.tape import start
 from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import Work
-from cuattn.masks.device import namespace
 from cuattn.masks.runs import Runs, length_of
 from cuattn.problem import BACKWARD, FORWARD, Operation, Options
 
+_MOST = 0.75  # of a rank's rows, that a part may have instead of all
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
 """Sources and clients of a rank, among those that share an axis."""
 
@@ -121,18 +120,22 @@ class Walk(ABC):
     ----------
     team : Team
     whole : Whole
-    arrays : dict of str to array
-        This rank's, NumPy or CuPy.  A bias without rows is "key_bias".
+    arrays : dict of str to Described
+        This rank's, of the tape that takes the way down.  A bias without rows is "key_bias".
     sums : numpy.dtype
         Of partial results.
+    wanted : sequence of str
+        What it comes to; gradients by the names of their operands.
     """
 
     results: tuple[str, ...]
     """Of a part, by name."""
+    adds_rows = False
+    """Whether a part may have some of this rank's rows alone, those that see its keys."""
 
-    def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype) -> None:
-        self.team, self.whole, self.arrays, self.sums = team, whole, arrays, sums
-        self.xp = namespace(arrays["q"])
+    def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype, wanted: Sequence[str]) -> None:
+        self.team, self.whole, self.arrays, self.sums, self.wanted = team, whole, arrays, sums, tuple(wanted)
+        self.tape = arrays["q"].tape
         of_axis = OF_ROWS if team.axis == "row" else OF_KEYS
         self.moving = [name for name in self.arrays if name in of_axis]
         self.returned = [name for name in self.results if name in of_axis]
@@ -153,24 +156,26 @@ class Walk(ABC):
         """Return what the walk has come to, of these dtypes: in the arrays `out`, where there are such."""
 
     def _room_for(self, name: str, shape: tuple[int, ...], dtype: Any, out: Arrays) -> Any:
-        return out[name] if name in out else self.xp.empty(shape, dtype)
+        return out[name] if name in out else self.tape.empty(shape, dtype)
 
     def _put(self, name: str, array: Any, dtype: Any, out: Arrays) -> Any:
         """Return an array that nobody else holds as a result."""
         if name not in out and array.dtype == dtype:
             return array
         room = self._room_for(name, array.shape, dtype, out)
-        dispatch.add(room, array)
+        self.tape.add(room, array)
         return room
 
-    def _call(self, operation: Operation, arrays: Arrays, options: dict[str, Any]) -> tuple[dispatch.Call, list[Any]]:
+    def _call(
+        self, operation: Operation, arrays: Arrays, options: dict[str, Any], made: Mapping[str, tuple[Any, Any]]
+    ) -> Arrays:
         """Compute a part; a GPU's kernels leave `sm_margin` multiprocessors free, if the comm asks for some."""
-        named = operation.given({**arrays, "mask": options["mask"]})
         given = {name: options[name] for name in Options._fields if name in options}
         settings = Options(**given, sm_margin=getattr(self.team.comm, "sm_margin", 0))
         functions = options["score"], options["score_args"]
-        call = dispatch.Call(operation, named, settings, self.whole.state, options["origin"], None, *functions)
-        return call, dispatch.compute(call)[0]
+        return self.tape.compute(
+            operation, {**arrays, "mask": options["mask"]}, settings, options["origin"], functions, made
+        )
 
     def begin(self, plan: Sequence[Stage]) -> Callable[[], Any]:
         """Begin to fetch for the first stage; return what waits for that."""
@@ -246,6 +251,19 @@ class Walk(ABC):
                 recvs += [(source, x) for x in expected]
         return Arrived(runs, every, arrays), recvs, later
 
+    def _rows_that_see(self, sources: Iterable[int]) -> Runs:
+        """Return the rows of this rank that see keys of these, as far as it is known; all, if most do."""
+        team, own = self.team, self.team.own("row")
+        if not team.trimmed:
+            return own
+        seeing = merged(run for source in sources for run in team.work.needed("row", source, team.index))
+        return seeing if length_of(seeing) <= _MOST * length_of(own) else own
+
+    def _of_rows(self, rows: Runs) -> Arrays:
+        """Return this rank's arrays, of some of its rows."""
+        own = self.team.own("row")
+        return {name: part(x, own, rows, axis_of(name)) if name in OF_ROWS else x for name, x in self.arrays.items()}
+
     def _part(self, runs: Runs, keys: Runs | None = None) -> tuple[Runs, Runs]:
         """Return rows and keys of a part, given those that travel; of rows that travel, with which keys."""
         if self.team.axis == "key":
@@ -264,7 +282,12 @@ class Walk(ABC):
         if name == "bias" and shape[-1] > 1:
             shape[-1] = self.team.layout("key").lengths[client]
         shape[axis_of(name)] = length_of(runs)
-        return self.xp.empty(shape, self.sums)
+        return self.tape.empty(shape, self.sums)
+
+    def _compute(self, own: Arrays, moved: Arrays, rows: Runs, keys: Runs) -> Arrays:
+        """Return the results of some rows and keys, given this rank's arrays and those that take their place."""
+        bias = moved["bias"] if "bias" in moved else self.whole.bias(own, keys)
+        return self.compute({**own, **moved}, bias, self.whole.part(rows, keys))
 
     def _stage(self, arrived: Arrived | None) -> dict[int, Partial]:
         """Compute with what arrived; return what goes back, by source."""
@@ -273,8 +296,9 @@ class Walk(ABC):
             return back
         runs, every, moved = arrived
         rows, keys = self._part(every)
-        bias = moved["bias"] if "bias" in moved else self.whole.bias(self.arrays, keys)
-        found = self.compute({**self.arrays, **moved}, bias, self.whole.part(rows, keys))
+        if team.axis == "key" and self.adds_rows and team.index not in runs:
+            rows = self._rows_that_see(runs)
+        found = self._compute(self._of_rows(rows) if team.axis == "key" else self.arrays, moved, rows, keys)
         self.accept({name: x for name, x in found.items() if name not in self.returned}, rows, keys)
         returned = {name: found[name] for name in self.returned}
         for source, mine in runs.items() if returned else ():
@@ -303,6 +327,9 @@ class ForwardWalk(Walk):
         visited = [stage for stage in plan if any(team.sent(source, team.index) for source in stage[0])]
         if team.axis == "key" and len(visited) < 2:
             self._out_dtype = self.whole.options.get("out_dtype")  # nothing will be merged
+        others = [source for stage in plan for source in stage[0] if source != team.index]
+        if len(plan) == 1 and team.axis == "key" and (late := self._rows_that_see(others)) not in ((), team.own("row")):
+            return self._by_rows(late, fetched)
         ending = super().run(plan, fetched)
 
         def end() -> None:
@@ -315,11 +342,23 @@ class ForwardWalk(Walk):
 
         return end
 
+    def _by_rows(self, late: Runs, fetched: Callable[[], Any]) -> Callable[[], Any]:
+        """Compute the rows that see this rank's keys alone while others' keys arrive for the rows that come late."""
+        own, keys = self.team.own("row"), self.team.own("key")
+        rows = without(own, late)
+        first = self._compute(self._of_rows(rows), {}, rows, keys)
+        _, every, moved = fetched()
+        last = self._compute(self._of_rows(late), moved, late, every)
+        self._total = {name: joined([first[name], last[name]], [rows, late], axis_of(name)) for name in self.results}
+        return lambda: None
+
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return o, l and m of a part."""
-        options = {**options, "out_dtype": self._out_dtype}
-        _, found = self._call(FORWARD, {**arrays, "bias": bias}, options)
-        return dict(zip(self.results, found, strict=True))
+        dtypes = self._out_dtype or arrays["q"].dtype, self.sums, self.sums
+        rows = *self.whole.leading, arrays["q"].shape[-2]
+        shapes = (*rows, arrays["v"].shape[-1]), rows, rows
+        made = dict(zip(self.results, zip(shapes, dtypes, strict=True), strict=True))
+        return self._call(FORWARD, {**arrays, "bias": bias}, {**options, "out_dtype": self._out_dtype}, made)
 
     def outcome(self, dtypes: Mapping[str, Any], out: Arrays) -> Arrays:
         """Return o, l and m."""
@@ -333,7 +372,7 @@ class ForwardWalk(Walk):
 
     def _merge_late(self, out: Arrays) -> None:
         late, self._late = self._late, {}
-        dispatch.merge_into(*(tuple([arrays[name] for name in self.results]) for arrays in (out, self._total, late)))
+        self.tape.merge(*[arrays[name] for arrays in (out, self._total, late) for name in self.results])
 
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Merge a part for all of this rank's rows: the last one at the end, as o is rounded then.
@@ -355,9 +394,11 @@ class BackwardWalk(Walk):
     to begin with; and the last one that is whole, so that the sum with it may be rounded as it is made.
     """
 
-    def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype) -> None:
+    adds_rows = True
+
+    def __init__(self, team: Team, whole: Whole, arrays: Arrays, *more: Any) -> None:
         self.results = tuple(name for name in ("q", "k", "v", "bias") if name in arrays)
-        super().__init__(team, whole, arrays, sums)
+        super().__init__(team, whole, arrays, *more)
         args = enumerate(whole.options["score_args"])
         self.shapes |= {f"score{index}": tuple(x.shape) for index, x in args if hasattr(x, "shape")}
         self._totals: Arrays = {}
@@ -371,23 +412,24 @@ class BackwardWalk(Walk):
     def _gradient(self, name: str, dtype: Any, out: Arrays) -> Any:
         total, late = self._totals.pop(name, None), self._late.pop(name, None)
         if total is None:
-            total = self.xp.zeros(self.shapes[name], self.sums if name in self._early else dtype)
+            total = self.tape.zeros(self.shapes[name], self.sums if name in self._early else dtype)
         if name in self._early:
             self._add_part(total, *self._early.pop(name))
         if late is None:
             return self._put(name, total, dtype, out)
         room = total if name not in out and total.dtype == dtype else self._room_for(name, total.shape, dtype, out)
-        dispatch.add(room, total, late)
+        self.tape.add(room, total, late)
         return room
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return the gradients of a part."""
-        call, results = self._call(BACKWARD, {**arrays, "bias": bias}, {**options, "out_dtype": self.sums})
-        found = gradients(call, results)
-        name = "bias" if "bias" in self.arrays else "key_bias"
-        named = {"q": found.dq, "k": found.dk, "v": found.dv, name: found.dbias}
-        named |= {f"score{index}": x for index, x in enumerate(found.dscore)}
-        return {name: x for name, x in named.items() if x is not None}
+        arrays = {**arrays, "bias": bias}
+        operands = {name: arrays["bias" if name == "key_bias" else name] for name in self.wanted if name in self.arrays}
+        args = self.whole.options["score_args"]
+        operands |= {name: args[int(name.removeprefix("score"))] for name in self.wanted if name not in operands}
+        unrounded = None if self.sums == arrays["q"].dtype else self.sums
+        made = {name: (tuple(x.shape), unrounded or x.dtype) for name, x in operands.items()}
+        return self._call(BACKWARD, arrays, {**options, "out_dtype": self.sums}, made)
 
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Add gradients by some rows and keys."""
@@ -408,11 +450,11 @@ class BackwardWalk(Walk):
             self._early[name] = array, places
             return
         if late is not None:
-            dispatch.add(total, total, late)
+            self.tape.add(total, total, late)
         if total is not None and is_whole:
             self._late[name] = array
         elif total is not None or not is_whole:
-            total = self.xp.zeros(self.shapes[name], array.dtype) if total is None else total
+            total = self.tape.zeros(self.shapes[name], array.dtype) if total is None else total
             self._add_part(total, array, places)
         else:
             total = array
@@ -427,7 +469,7 @@ class BackwardWalk(Walk):
             for axis, (target, source) in zip(places, chosen, strict=True):
                 index[axis], other[axis] = target, source
             target = total[tuple(index)]
-            dispatch.add(target, target, array[tuple(other)])
+            self.tape.add(target, target, array[tuple(other)])
 
 
 def axis_of(name: str) -> int:

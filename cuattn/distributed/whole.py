@@ -42,29 +42,19 @@ class Whole:
     mask: Any = None
     state: RNGState | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    _parts: dict[tuple[Runs, Runs], dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
-    _of_heads: dict[tuple[int, int], Whole] = field(default_factory=dict, init=False, repr=False)
 
     def of_heads(self, start: int, stop: int) -> Whole:
         """Return what is said of some heads."""
-        if (start, stop) not in self._of_heads:
-            mask = self.mask
-            if isinstance(mask, Mask):
-                mask = _mask_of_heads(mask, start, stop)
-            elif hasattr(mask, "shape") and mask.ndim > 2 and mask.shape[-3] > 1:
-                mask = mask[..., start:stop, :, :]
-            origin = replace(self.origin, head=self.origin.head + start)
-            leading = (*self.leading[:-1], stop - start)
-            self._of_heads[start, stop] = replace(self, leading=leading, mask=mask, origin=origin)
-        return self._of_heads[start, stop]
+        mask = self.mask
+        if isinstance(mask, Mask):
+            mask = _mask_of_heads(mask, start, stop)
+        elif hasattr(mask, "shape") and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask[..., start:stop, :, :]
+        origin = replace(self.origin, head=self.origin.head + start)
+        return replace(self, leading=(*self.leading[:-1], stop - start), mask=mask, origin=origin)
 
     def part(self, rows: Runs, keys: Runs) -> dict[str, Any]:
         """Return the keyword arguments of a part that consists of some rows and keys."""
-        if (rows, keys) not in self._parts:
-            self._parts[rows, keys] = self._part(rows, keys)
-        return self._parts[rows, keys]
-
-    def _part(self, rows: Runs, keys: Runs) -> dict[str, Any]:
         lengths = {"n_queries": self.n_queries, "n_keys": self.n_keys}
         origin = replace(self.origin, row=_starts(rows), key=_starts(keys), **lengths)
         found = {**self.options, "mask": self._cut(rows, keys), "origin": origin}

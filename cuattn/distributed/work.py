@@ -53,6 +53,7 @@ class Work:
         # Tiles of keys that some row of each rank sees, and tiles of rows that see some key of each.
         self._seen = {"key": (by_row > 0) @ seen > 0, "row": (by_key > 0) @ seen.T > 0}
         self._counts = dict(zip(("row", "key"), counts, strict=True))
+        self._visible = seen
         self._needed: dict[tuple[str, int, int], Runs] = {}
 
     def needed(self, axis: str, rank: int, source: int) -> Runs:
@@ -75,6 +76,18 @@ class Work:
     def needs(self) -> dict[str, np.ndarray]:
         """How many keys, or rows, each rank needs of each: (size, size) by axis."""
         return {axis: self._seen[axis] @ self._counts[axis].T for axis in self._seen}
+
+    @cached_property
+    def alone(self) -> np.ndarray:
+        """How many elements rows of each rank see that see keys of no other, (size,)."""
+        by_row, by_key = self._counts["row"], self._counts["key"]
+        found = np.zeros(self.size)
+        for rank in range(self.size):
+            tiles = np.flatnonzero(by_row[rank])
+            theirs = by_key.sum(0) > by_key[rank]  # tiles of keys of which others hold some
+            tiles = tiles[~(self._visible[tiles][:, theirs] > 0).any(1)]
+            found[rank] = by_row[rank, tiles] @ self._visible[tiles] @ by_key[rank]
+        return found
 
 
 @lru_cache(maxsize=16)

@@ -109,7 +109,7 @@ def to_backend(named):
         arrays[name], place = kind.take(name, value)
         if first is None:
             first, origin = name, place
-        elif place != origin:
+        elif place is not origin and place != origin:
             raise DtypeError(
                 f"{name} is {_whereabouts(value, place)}, but {first} is {_whereabouts(named[first], origin)}; "
                 "all arrays of one call must be of one kind and on one device"

@@ -173,7 +173,11 @@ class CuPy(ArrayOrigin):
     @classmethod
     def take(cls, name, value):
         """Return the array itself, and its origin."""
-        return value, cls.at(value.data.device_id)
+        return value, _on(value.data.device_id)
+
+    def scope(self):
+        """Return what :meth:`ArrayOrigin.scope` does; where the device is current, so is its stream."""
+        return _HERE if self.is_current else self._current()
 
     @staticmethod
     def signature(names, values):
@@ -190,6 +194,9 @@ class CuPy(ArrayOrigin):
         except AttributeError:  # an array of another kind
             return None
         return tuple(layouts), addresses
+
+
+_on = functools.lru_cache(CuPy.at)  # to make one takes longer than all else that is asked of an array
 
 
 class _FromPool:

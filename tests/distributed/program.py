@@ -13,6 +13,7 @@ import numpy as np
 import cuattn
 from cuattn import distributed, masks
 from cuattn.distributed import DistributedError, Layout, connect
+from cuattn.distributed.gpu import Copies, load_nccl
 from tests.distributed.layouts import run
 from tests.strategies import Case
 
@@ -47,16 +48,38 @@ def objects(comm):
 
 
 def calls_on_gpus(comm):
-    """Compute the same on a GPU for each rank, messages by NCCL; what does not arrive in time is then an error."""
+    """Compute the same on a GPU for each rank, by the way of messages that the comm has chosen."""
     import cupy
 
-    assert comm._nccl or comm._takes_gpus, "no NCCL"
+    assert getattr(comm, "_takes_gpus", False) or isinstance(comm._gpus, Copies), "messages go through host memory"
     calls(comm, cupy.asarray, cupy.asnumpy)
-    if comm._nccl is None:  # a process group's messages are PyTorch's
-        return
-    comm._nccl._timeout = 0.5
+    if comm._gpus is not None:  # a process group's messages are PyTorch's
+        _ends(comm)
+
+
+def calls_over_nccl(comm):
+    """The same by NCCL."""
+    import cupy
+
+    nccl = load_nccl()
+    key = comm.allgather(nccl.get_unique_id() if comm.rank == 0 else None)[0]
+    with distributed.connect(nccl.NcclCommunicator(comm.size, key, comm.rank)) as over:
+        calls(over, cupy.asarray, cupy.asnumpy)
+        _ends(over)
+        comm.barrier()  # a communicator that ends while its peer aborts ends the peer
+
+
+def _ends(comm):
+    """What does not arrive in time is an error."""
+    import cupy
+
+    comm._gpus._timeout = 0.5
     if comm.rank == 0:
-        comm.exchange([], [(1, cupy.zeros(1 << 20))])  # which nobody sends
+        if isinstance(comm._gpus, Copies):  # hosts have met, and then the GPU of the other is late
+            comm._gpus._tell = lambda sends, recvs: lambda: None
+            comm.exchange([(1, cupy.zeros(1 << 20))], [])
+        else:
+            comm.exchange([], [(1, cupy.zeros(1 << 20))])  # which nobody sends
         end = time.monotonic() + 20
         while time.monotonic() < end:
             try:
@@ -203,7 +226,7 @@ def raises(comm):
 if __name__ == "__main__":
     if sys.argv[1] == "connecting":
         connecting()
-    if sys.argv[1].endswith("_on_gpus"):
+    if sys.argv[1].endswith(("_on_gpus", "_over_nccl")):
         import cupy  # noqa: F401  so that ranks take GPUs
     with connect(timeout=1.0 if sys.argv[1].startswith("late") else 30.0) as comm:
         globals()[sys.argv[1]](comm)

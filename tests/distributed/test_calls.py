@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn import distributed, masks
-from cuattn.distributed import DistributedError, Layout, api, arrays, connect, spawn
+from cuattn.distributed import DistributedError, Layout, api, arrays, connect, model, spawn, walk
 from cuattn.errors import ArgumentError
 from tests.distributed.layouts import layouts, run
 from tests.strategies import cases, normal
@@ -110,6 +110,40 @@ def test_masks_functions_and_dropout(name, algorithm, parts, monkeypatch):
     for whole, made, dscore in found:
         for one, other in zip((*whole, *made, *dscore), (*fwd[:3], *grads[:3], *grads.dscore), strict=True):
             np.testing.assert_allclose(one, other, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "rng": 7}])
+@pytest.mark.parametrize(
+    "options", [{"window": (24, 0)}, {"mask": masks.document([20, 40, 36])}], ids=["window", "mask"]
+)
+def test_rows_that_see_own_keys_alone(options, dropout, monkeypatch):
+    """They are computed while others' keys arrive; rows that see none of a part's keys have no part in it backward."""
+    seen = []
+
+    def compute(self, own, moved, rows, keys, plain=walk.Walk._compute):
+        seen.append((type(self).__name__, self.team.index, rows, keys))
+        return plain(self, own, moved, rows, keys)
+
+    monkeypatch.setattr(walk.Walk, "_compute", compute)
+    given, layout, options = problem(), Layout.contiguous(N, 2), {**options, **dropout}
+    fwd = cuattn.forward(*given[:3], enable_gqa=True, **options)
+    replayed = {key: x for key, x in options.items() if key != "rng"}
+    grads = cuattn.backward(given[3], *given[:3], fwd, enable_gqa=True, **replayed)
+    for algorithm in ("gather", "ring", "needed"):
+        with mock.patch.object(model, "_PARTS", () if algorithm == "needed" else model._PARTS):
+            model.options_of.cache_clear()
+            found = spawn(lambda comm, a=algorithm: together(comm, given, layout, options, algorithm=a), ranks=2)
+        model.options_of.cache_clear()
+        for whole, made, _ in found:
+            for one, other in zip((*whole, *made), (*fwd[:3], *grads[:3]), strict=True):
+                np.testing.assert_allclose(one, other, atol=3e-5, rtol=1e-4)
+    edge = 80 if "window" in options else 64  # of rows of the second rank, in tiles of 16
+    expected = {
+        ("ForwardWalk", 1, ((edge, 96),), ((48, 96),)),
+        ("ForwardWalk", 1, ((48, edge),), ((16, 96),)),
+        ("BackwardWalk", 1, ((48, edge),), ((16, 48),)),
+    }
+    assert {*seen} >= expected
 
 
 def test_the_same_call_gives_the_same_bits():

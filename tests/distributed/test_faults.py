@@ -143,16 +143,16 @@ def test_a_rank_that_is_late_breaks_the_comm():
 
 
 def test_a_call_that_fails_inside_ends_all(monkeypatch):
-    from cuattn.distributed import walk
+    from cuattn.distributed import tape
 
-    plain = walk.dispatch.compute
+    plain = tape.dispatch.compute
 
     def fails(call):
         if threading.current_thread().name.endswith("1"):
             raise MemoryError("no room")
         return plain(call)
 
-    monkeypatch.setattr(walk.dispatch, "compute", fails)
+    monkeypatch.setattr(tape.dispatch, "compute", fails)
     with pytest.raises(MemoryError, match="no room"):
         spawn(lambda comm: distributed.attention(X, X, X, comm=comm), ranks=3)
 
@@ -328,3 +328,22 @@ def test_turns_of_threads_are_given_back():
     for found in spawn(work, ranks=2):
         assert max(found) <= before and len(set(found)) == 1
     assert sys.getswitchinterval() == before
+
+
+def test_messages_match_in_order_however_exchanges_group_them():
+    def work(comm):
+        peer, found = 1 - comm.rank, np.zeros((4, 3))
+        mine = np.arange(12.0).reshape(4, 3) + 100 * comm.rank
+        groups = ((0, 1), (1, 4)) if comm.rank else ((0, 3), (3, 4))
+        if comm.rank:
+            comm.exchange([(peer, x) for x in mine], [])
+            for first, last in groups:
+                comm.exchange([], [(peer, x) for x in found[first:last]])
+        else:
+            for first, last in groups:
+                comm.exchange([], [(peer, x) for x in found[first:last]])
+            comm.exchange([(peer, x) for x in mine], [])
+        return found
+
+    for rank, found in enumerate(spawn(work, ranks=2)):
+        np.testing.assert_array_equal(found, np.arange(12.0).reshape(4, 3) + 100 * (1 - rank))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cuattn.distributed import DistributedError, connect, mpi
-from cuattn.distributed.host import load_nccl
+from cuattn.distributed.gpu import load_nccl
 
 ROOT = Path(__file__).resolve().parents[2]
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -35,26 +35,28 @@ def test_calls(ranks):
     assert output.count("done") == ranks
 
 
-def needs_gpus(count):
+def needs_gpus(count, nccl=True):
     """Skip where there are fewer GPUs, or no NCCL."""
     import cupy
 
-    if cupy.cuda.runtime.getDeviceCount() < count or not load_nccl().available:
-        pytest.skip(f"needs {count} GPUs and NCCL")
+    if cupy.cuda.runtime.getDeviceCount() < count or (nccl and not load_nccl().available):
+        pytest.skip(f"needs {count} GPUs" + " and NCCL" * nccl)
 
 
 @pytest.mark.gpu
-def test_calls_over_nccl():
-    needs_gpus(2)
-    status, output, _ = launch(2, "calls_on_gpus")
+@pytest.mark.parametrize("what", ["calls_on_gpus", "calls_over_nccl"])
+def test_calls_on_gpus(what):
+    needs_gpus(2, what == "calls_over_nccl")
+    status, output, _ = launch(2, what)
     assert status == 0, output
     assert output.count("done") == 2
 
 
 @pytest.mark.gpu
-def test_a_process_group_of_nccl():
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
+def test_a_process_group_of_nccl(backend):
     needs_gpus(2)
-    of_torch("calls_on_gpus", backend="cpu:gloo,cuda:nccl")
+    of_torch("calls_on_gpus", backend=backend)
 
 
 def test_disagreement():

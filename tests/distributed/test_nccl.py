@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cuattn.distributed import DistributedError, connect, host
+from cuattn.distributed import DistributedError, connect, flight, gpu, host
 
 
 class Array:
@@ -59,8 +59,8 @@ def fake(monkeypatch):
     )
     stream = SimpleNamespace(ptr=7)
     cuda = SimpleNamespace(Event=events, Device=contextlib.nullcontext, get_current_stream=lambda: stream)
-    monkeypatch.setattr(host, "load_cupy", lambda name: SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(host, "load_nccl", lambda: library)
+    monkeypatch.setattr(gpu, "load_cupy", lambda name: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(gpu, "load_nccl", lambda: library)
     return SimpleNamespace(nccl=nccl, events=events)
 
 
@@ -112,10 +112,10 @@ def test_host_arrays_are_seen():
 
 def test_kernels_leave_as_much_room_for_messages_as_a_comm_asks(monkeypatch):
     from cuattn import distributed
-    from cuattn.distributed import walk
+    from cuattn.distributed import tape
 
-    x, seen, plain = np.ones((2, 16, 4), np.float32), [], walk.dispatch.compute
-    monkeypatch.setattr(walk.dispatch, "compute", lambda call: seen.append(call.options.sm_margin) or plain(call))
+    x, seen, plain = np.ones((2, 16, 4), np.float32), [], tape.dispatch.compute
+    monkeypatch.setattr(tape.dispatch, "compute", lambda call: seen.append(call.options.sm_margin) or plain(call))
 
     def work(comm):
         comm.sm_margin = 16
@@ -124,3 +124,58 @@ def test_kernels_leave_as_much_room_for_messages_as_a_comm_asks(monkeypatch):
 
     distributed.spawn(work, ranks=2)
     assert set(seen) == {16}
+
+
+class Stream:
+    """Takes down what it is told to wait for."""
+
+    def __init__(self, log, name):
+        self.log, self.name, self.ptr = log, name, 7
+
+    def wait_event(self, event):
+        self.log.append((self.name, "waits for", event.number))
+
+
+def test_messages_are_ordered_by_events_that_are_used_again(monkeypatch):
+    """Both ways; and not before the one who waits has told its stream to."""
+    log, made = [], []
+
+    class Event:
+        def __init__(self, **_):
+            self.number = len(made)
+            made.append(self)
+
+        def record(self, stream):
+            log.append((stream.name, "records", self.number))
+
+    current = Stream(log, "current")
+    cuda = SimpleNamespace(
+        Event=Event, Stream=lambda **_: Stream(log, "side"), get_current_stream=lambda: current, Device=None
+    )
+    monkeypatch.setattr(flight, "load_cupy", lambda name: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(flight, "_here", SimpleNamespace())
+    comm = SimpleNamespace(exchange=lambda sends, recvs, stream: log.append((stream.name, "exchanges")))
+    array = SimpleNamespace(device=SimpleNamespace(id=0))
+
+    def around(event):
+        first = [("current", "records"), ("side", "waits for"), ("side", "records"), ("current", "waits for")]
+        return [*((*each, event) for each in first), ("side", "exchanges"), ("side", "records", event)]
+
+    one, two = flight.start(comm, [(1, array)], []), flight.start(comm, [], [(1, array)])
+    assert log == [*around(0), *around(1)]  # the second begins before the first was waited for
+    log.clear()
+    one()
+    flight.start(comm, [(1, array)], [])()
+    two()
+    assert log == [("current", "waits for", 0), *around(0), ("current", "waits for", 0), ("current", "waits for", 1)]
+    assert len(made) == 2
+
+
+def test_the_watch_makes_events_once(fake):
+    with connect(fake.nccl) as comm:
+        for _ in range(3):
+            comm.exchange([(1, Array(16, 96))], [])
+            end = time.monotonic() + 5
+            while not comm._gpus._free and time.monotonic() < end:
+                time.sleep(0.001)
+            assert len(comm._gpus._free) == 1

@@ -180,3 +180,13 @@ def test_true_means_top_left_in_a_part():
     x = np.random.default_rng(0).standard_normal((40, 8), np.float32)
     part = cuattn.attention(x[30:], x, x, is_causal=True, origin=cuattn.Origin(row=30))
     assert_close(part, cuattn.attention(*[x.astype(np.float64)] * 3, is_causal=True)[30:], part)
+
+
+def test_parts_at_many_places_twice():
+    """Places are remembered, some of them."""
+    x = np.random.default_rng(0).standard_normal((2, 64, 8), np.float32)
+    whole = cuattn.attention(x, x, x, window=(9, 2))
+    for _ in range(2):
+        for row in range(0, 60, 2):
+            part = cuattn.attention(x[:, row : row + 4], x, x, window=(9, 2), origin=cuattn.Origin(row=row))
+            np.testing.assert_allclose(part, whole[:, row : row + 4], atol=1e-6)

@@ -1,0 +1,399 @@
+"""Messages between GPUs, each of a process: within a machine by their copy engines, else by NCCL."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import itertools
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from cuattn.distributed.comm import LOG, DistributedError, Messages
+from cuattn.masks.device import load_cupy
+
+_HANDLE = 8  # words of what CUDA knows an allocation by in other processes
+_PLACE = np.dtype([("allocation", np.int64, _HANDLE + 1), ("offset", np.int64), ("nbytes", np.int64)])
+"""Where a message lies: the name of its allocation, and the place in it."""
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+_COUNT = 4  # bytes of a count
+_MAPPED = 64  # allocations of others that are kept, at most
+_TRIAL = 10.0  # seconds
+_MOST = 2**31 - 1  # bytes from one row of a copy to the next
+
+
+def load_nccl() -> Any:
+    """Return CuPy's NCCL, a module that CuPy itself does not import; its `available` says whether it can be used."""
+    load_cupy("array")
+    return importlib.import_module("cupy.cuda.nccl")
+
+
+class OnGpu(ABC):
+    """Messages of GPUs, and a thread that ends those that do not happen in time.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds that work on the GPU may take.
+
+    Attributes
+    ----------
+    failed : str
+        Why this was ended, and cannot be used again; else empty.
+    """
+
+    name: str
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self.failed = timeout, ""
+        self._cuda = load_cupy("array").cuda
+        self._device: Any = None
+        self._free: list[Any] = []  # events
+        self._pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._watch, name="cuattn-messages", daemon=True).start()
+
+    def begin(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> Callable[[], None] | None:
+        """Enqueue messages; return what does the rest, if that waits for other hosts."""
+        cuda = self._cuda
+        stream, self._device = stream or cuda.get_current_stream(), self._device or cuda.Device()
+        done = self._free.pop() if self._free else cuda.Event(disable_timing=True)
+        enqueued: list[bool] = []  # which waits for peers, too, when they first meet
+        self._pending.put((enqueued, done, time.monotonic() + self._timeout))
+        rest = self._enqueue(sends, recvs, stream)
+
+        def finish() -> None:
+            if rest is not None:
+                rest()
+            done.record(stream)
+            enqueued.append(True)
+
+        return finish() if rest is None else finish
+
+    def _watch(self) -> None:
+        """End what is not done in time."""
+        while (item := self._pending.get()) is not None:
+            enqueued, event, end = item
+            with self._device:
+                while not (done := enqueued and event.done) and time.monotonic() < end and self._sound():
+                    time.sleep(1e-2)
+            if not done:
+                return self.abort(f"{self.name} failed, or did not finish within {self._timeout:g} s")
+            self._free.append(event)
+
+    def abort(self, why: str) -> None:
+        """End all work of this rank on the GPU."""
+        if not self.failed:
+            self.failed = why
+            LOG.error("%s: aborted", why)
+            self._end()
+
+    def close(self) -> None:
+        """End, and free what this has made."""
+        self._pending.put(None)
+
+    @abstractmethod
+    def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> Callable[[], None] | None:
+        """Let messages be sent and received in the order of a stream; return what is left to do."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End what is enqueued."""
+
+    def _sound(self) -> bool:
+        """Return whether no error is known."""
+        return True
+
+
+class Nccl(OnGpu):
+    """Messages by NCCL, in one group each.
+
+    Parameters
+    ----------
+    nccl : cupy.cuda.nccl.NcclCommunicator
+    timeout : float
+    """
+
+    name = "NCCL"
+
+    def __init__(self, nccl: Any, timeout: float) -> None:
+        self._nccl, self._library = nccl, load_nccl()
+        super().__init__(timeout)
+
+    def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> None:
+        nccl, kind = self._library, self._library.NCCL_UINT8
+        nccl.groupStart()
+        try:
+            for call, messages in ((self._nccl.send, sends), (self._nccl.recv, recvs)):
+                for peer, array in messages:
+                    call(array.data.ptr, array.nbytes, kind, peer, stream.ptr)
+        finally:
+            nccl.groupEnd()
+
+    def _sound(self) -> bool:
+        try:
+            self._nccl.check_async_error()
+        except Exception:  # CuPy's NcclError, which only a build with NCCL has
+            return False
+        return True
+
+    def _end(self) -> None:
+        self._nccl.abort()
+
+    def close(self, *, destroy: bool = True) -> None:
+        """End, and free the communicator."""
+        super().close()
+        if destroy and not self.failed:
+            self._nccl.destroy()
+
+
+class Copies(OnGpu):
+    """Messages by copy engines, which leave all multiprocessors to what is computed: ranks read their peers' memory.
+
+    Hosts tell each other where messages lie.  Streams await each other's counts, in the memory of the GPU that waits:
+    how many groups of messages a peer has made ready, and how many it has taken.
+
+    Parameters
+    ----------
+    rank, size : int
+    tell : callable
+        ``tell(sends, recvs)`` begins to exchange host arrays, and returns what waits for them.
+    timeout : float
+    """
+
+    name = "copying between GPUs"
+
+    def __init__(
+        self, rank: int, size: int, tell: Callable[[Messages, Messages], Callable[[], None]], timeout: float
+    ) -> None:
+        super().__init__(timeout)
+        self._rank, self._size, self._tell, self._driver = rank, size, tell, _driver()
+        runtime = self._cuda.runtime
+        self._counts = self._cuda.Memory(2 * size * _COUNT)
+        runtime.memset(self._counts.ptr, 0, self._counts.size)
+        runtime.deviceSynchronize()
+        self._rescue = self._cuda.Stream(non_blocking=True)
+        self._theirs: dict[int, int] = {}  # addresses of peers' counts
+        self._mapped: dict[bytes, tuple[int, int]] = {}  # by handle: the allocation's number, its address here
+        self._names: dict[tuple[int, int], bytes] = {}  # of this rank's allocations
+        self._ready, self._taken = [1] * size, [1] * size  # groups that this rank has sent, and fetched
+        self.allocation = self._allocation(self._counts.ptr)[2]
+
+    def meet(self, allocations: Sequence[bytes]) -> bool:
+        """Map all peers' counts, given all ranks' allocations; return whether that is done, or raise."""
+        others = [(peer, np.frombuffer(x, np.int64)) for peer, x in enumerate(allocations) if peer != self._rank]
+        self._theirs = {peer: self._map(name) for peer, name in others}
+        return True
+
+    def works(self, allocations: Sequence[bytes]) -> bool:
+        """Return whether peers' counts come here, and can be read there: all ranks that have met ask this."""
+        stream, runtime = self._cuda.Stream(non_blocking=True), self._cuda.runtime
+        found = np.zeros((self._size - 1, 1), np.uint32)
+        for counts in self._theirs.values():
+            self._write(stream, counts + self._at(self._rank, 0), 1)
+        for peer in self._theirs:
+            self._await(stream, self._counts.ptr + self._at(peer, 0), 1)
+        rooms = [self._cuda.alloc(_COUNT) for _ in self._theirs]
+        for room, counts in zip(rooms, self._theirs.values(), strict=True):
+            where = counts + self._at(self._rank, 0)
+            runtime.memcpyAsync(room.ptr, where, _COUNT, runtime.memcpyDefault, stream.ptr)
+        done, end = stream.record(), time.monotonic() + _TRIAL
+        while not done.done and time.monotonic() < end:
+            time.sleep(1e-4)
+        if not done.done:
+            self.abort(f"{self.name}: no answer within {_TRIAL:g} s")
+            return False
+        for number, room in zip(found, rooms, strict=True):
+            runtime.memcpy(number.ctypes.data, room.ptr, _COUNT, runtime.memcpyDefault)
+        return bool((found == 1).all())
+
+    def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> Callable[[], None]:
+        ours, targets = _by_peer(sends), _by_peer(recvs)
+        for peer in ours:
+            self._ready[peer] += 1
+            self._write(stream, self._theirs[peer] + self._at(self._rank, 0), self._ready[peer])
+        for peer in targets:
+            self._taken[peer] += 1
+        ready, taken = [*self._ready], [*self._taken]
+        places = {peer: np.empty(len(arrays), _PLACE) for peer, arrays in targets.items()}
+        mine = [(peer, self._places(arrays).view(np.uint8)) for peer, arrays in ours.items()]
+        told = self._tell(mine, [(peer, x.view(np.uint8)) for peer, x in places.items()])
+
+        def fetch() -> None:
+            told()
+            for peer, arrays in targets.items():
+                self._await(stream, self._counts.ptr + self._at(peer, 0), taken[peer])
+                self._fetch(arrays, places[peer], stream)
+                self._write(stream, self._theirs[peer] + self._at(self._rank, 1), taken[peer])
+            for peer in ours:
+                self._await(stream, self._counts.ptr + self._at(peer, 1), ready[peer])
+
+        return fetch
+
+    def _places(self, arrays: Sequence[Any]) -> np.ndarray:
+        """Return where arrays lie."""
+        found, addresses = np.empty(len(arrays), _PLACE), _addresses(arrays)
+        found["nbytes"] = [array.nbytes for array in arrays]
+        for some, begin, name in self._by_allocation(addresses):
+            found["allocation"][some], found["offset"][some] = np.frombuffer(name, np.int64), addresses[some] - begin
+        return found
+
+    def _fetch(self, arrays: Sequence[Any], places: np.ndarray, stream: Any) -> None:
+        """Copy what lies somewhere to arrays: as few copies as there can be, of which none leaves an allocation."""
+        sizes, targets, names = places["nbytes"], _addresses(arrays), places["allocation"]
+        wrong = np.flatnonzero(sizes != [array.nbytes for array in arrays])
+        if wrong.size:
+            n, array = sizes[wrong[0]], arrays[wrong[0]]
+            raise DistributedError(f"a message has {n} bytes; expected {array.nbytes}")
+        runtime, kind = self._cuda.runtime, self._cuda.runtime.memcpyDefault
+        for some, *_ in self._by_allocation(targets):
+            for part in _slices((names[some][1:] != names[some][:-1]).any(axis=1), some.start):
+                to, of = int(targets[part.start]), self._map(names[part.start]) + int(places["offset"][part.start])
+                relative = targets[part] - to, places["offset"][part] - places["offset"][part.start], sizes[part]
+                for target, stride, source, its_stride, nbytes, count in grouped(*(x.tobytes() for x in relative)):
+                    if stride == its_stride == nbytes:
+                        runtime.memcpyAsync(to + target, of + source, nbytes * count, kind, stream.ptr)
+                    else:
+                        where = to + target, stride, of + source, its_stride
+                        runtime.memcpy2DAsync(*where, nbytes, count, kind, stream.ptr)
+
+    def _by_allocation(self, addresses: np.ndarray) -> Iterator[tuple[slice, int, bytes]]:
+        """Yield which addresses, one after the other, are of an allocation, where it begins and its name."""
+        start = 0
+        while start < len(addresses):
+            begin, end, name = self._allocation(int(addresses[start]))
+            outside = (addresses[start:] < begin) | (addresses[start:] >= end)
+            stop = start + int(outside.argmax()) if outside.any() else len(addresses)
+            yield slice(start, stop), begin, name
+            start = stop
+
+    def _allocation(self, address: int) -> tuple[int, int, bytes]:
+        """Return where the allocation of an address begins and ends, and its name: its handle, and a number of its own.
+
+        A handle may be that of an earlier allocation in the same place.
+        """
+        begin, size, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+        driver, place = self._driver, ctypes.c_uint64(address)
+        _checked(driver.cuMemGetAddressRange_v2(ctypes.byref(begin), ctypes.byref(size), place))
+        _checked(driver.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, place))
+        key = begin.value, number.value
+        if key not in self._names:
+            self._names[key] = bytes(self._cuda.runtime.ipcGetMemHandle(begin.value)) + bytes(number)
+        return begin.value, begin.value + size.value, self._names[key]
+
+    def _map(self, name: Any) -> int:
+        """Return the address of another rank's allocation, which stays mapped until there are others in its place."""
+        runtime, handle, number = self._cuda.runtime, name[:_HANDLE].tobytes(), int(name[_HANDLE])
+        known, address = self._mapped.get(handle, (number, 0))
+        if known != number or (not address and len(self._mapped) >= _MAPPED):
+            runtime.deviceSynchronize()
+            counts = [*self._theirs.values()]
+            for other, (_, where) in [*self._mapped.items()]:
+                if where not in counts:
+                    runtime.ipcCloseMemHandle(where)
+                    del self._mapped[other]
+            address = 0
+        if not address:
+            address = runtime.ipcOpenMemHandle(handle)
+            self._mapped[handle] = number, address
+        return address
+
+    def _at(self, peer: int, which: int) -> int:
+        return (2 * peer + which) * _COUNT
+
+    def close(self) -> None:
+        """End, and let go of others' memory."""
+        super().close()
+        if not self.failed:
+            self._cuda.runtime.deviceSynchronize()
+            for _, address in self._mapped.values():
+                self._cuda.runtime.ipcCloseMemHandle(address)
+        self._mapped = {}
+
+    def _write(self, stream: Any, address: int, value: int) -> None:
+        _checked(self._driver.cuStreamWriteValue32_v2(stream.ptr, address, value, 0))
+
+    def _await(self, stream: Any, address: int, value: int) -> None:
+        _checked(self._driver.cuStreamWaitValue32_v2(stream.ptr, address, value, 0))  # or more
+
+    def _end(self) -> None:
+        """Let all that waits go on."""
+        self._cuda.runtime.memsetAsync(self._counts.ptr, 0x7F, self._counts.size, self._rescue.ptr)
+
+
+def _by_peer(messages: Messages) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for peer, array in messages:
+        found.setdefault(peer, []).append(array)
+    return found
+
+
+def _addresses(arrays: Sequence[Any]) -> np.ndarray:
+    return np.array([array.data.ptr for array in arrays], np.int64)
+
+
+def _slices(changes: np.ndarray, start: int) -> Iterator[slice]:
+    """Yield the stretches, from `start` on, between which something changes.
+
+    >>> [*_slices(np.array([False, True, False]), 10)]
+    [slice(10, 12, None), slice(12, 14, None)]
+    """
+    stops = [*(np.flatnonzero(changes) + 1 + start).tolist(), start + len(changes) + 1]
+    return itertools.starmap(slice, itertools.pairwise((start, *stops)))
+
+
+Rows = list[tuple[int, int, int, int, int, int]]
+"""Copies of rows: target, from row to row, source, from row to row, bytes of a row, rows."""
+
+
+@functools.lru_cache(maxsize=256)  # the same in call after call
+def grouped(targets: bytes, sources: bytes, sizes: bytes) -> Rows:
+    """Return copies, each of 64-bit numbers, as few, of rows at equal distances.
+
+    >>> grouped(*(np.array(x).tobytes() for x in ([0, 8, 16, 40], [0, 4, 8, 90], [4, 4, 4, 2])))
+    [(0, 8, 0, 4, 4, 3), (40, 2, 90, 2, 2, 1)]
+    >>> grouped(*(np.array(x).tobytes() for x in ([0, 20, 100, 120, 200, 220], [0, 4, 8, 12, 16, 20], [4] * 6)))
+    [(0, 100, 0, 8, 4, 3), (20, 100, 4, 8, 4, 3)]
+    """
+    copies = [*zip(*(np.frombuffer(x, np.int64).tolist() for x in (targets, sources, sizes)), strict=True)]
+    found = [list(itertools.chain(*(_in_rows(copies[i::n]) for i in range(n)))) for n in (1, 2, 4)]
+    return min(found, key=len)
+
+
+def _in_rows(copies: Sequence[tuple[int, int, int]]) -> Rows:
+    found, i = [], 0
+    while i < len(copies):
+        target, source, nbytes = copies[i]
+        stride = its_stride = nbytes
+        count = 1
+        if i + 1 < len(copies):
+            stride, its_stride = copies[i + 1][0] - target, copies[i + 1][1] - source
+            if min(stride, its_stride) >= nbytes and max(stride, its_stride) <= _MOST:
+                while i + count < len(copies) and copies[i + count] == (
+                    target + count * stride, source + count * its_stride, nbytes
+                ):  # fmt: skip
+                    count += 1
+        if count == 1:
+            stride = its_stride = nbytes
+        found.append((target, stride, source, its_stride, nbytes, count))
+        i += count
+    return found
+
+
+@functools.cache
+def _driver() -> Any:
+    """Return CUDA's driver, for what CuPy does not have of it."""
+    found = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        getattr(found, name).argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    return found
+
+
+def _checked(status: int) -> None:
+    if status:
+        raise RuntimeError(f"CUDA's driver failed with status {status}")

@@ -1,0 +1,244 @@
+"""How ranks on GPUs of one machine fetch messages: with host memory that stands for that of GPUs."""
+
+import contextlib
+import ctypes
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuattn.distributed import DistributedError, gpu, spawn
+
+EVERY = []  # pieces of memory
+
+
+class Memory:
+    """A piece of memory that other ranks can find."""
+
+    def __init__(self, size):
+        self._held = np.zeros(size, np.uint8)
+        self.ptr, self.size, self.number = self._held.ctypes.data, size, len(EVERY)
+        EVERY.append(self)
+
+
+class Event:
+    """Happens as soon as it is recorded."""
+
+    def __init__(self, **_):
+        self.done = False
+
+    def record(self, stream=None):
+        self.done = True
+
+
+class Stream:
+    """Does at once what it is told."""
+
+    ptr = 7
+
+    def __init__(self, **_):
+        pass
+
+    def record(self):
+        event = Event()
+        event.record()
+        return event
+
+
+class Runtime:
+    """The calls of CUDA that copies make; `mapped` are the handles that are open."""
+
+    memcpyDefault = 4
+
+    def __init__(self):
+        self.mapped, self.rows, self.opened = [], [], 0
+
+    def deviceSynchronize(self):
+        pass
+
+    def memset(self, address, value, size):
+        ctypes.memset(address, value, size)
+
+    def memsetAsync(self, address, value, size, stream):
+        ctypes.memset(address, value, size)
+
+    def memcpy(self, target, source, size, kind):
+        ctypes.memmove(target, source, size)
+
+    def memcpyAsync(self, target, source, size, kind, stream):
+        self.rows.append(1)
+        ctypes.memmove(target, source, size)
+
+    def memcpy2DAsync(self, target, stride, source, its_stride, nbytes, count, kind, stream):
+        self.rows.append(count)
+        for i in range(count):
+            ctypes.memmove(target + i * stride, source + i * its_stride, nbytes)
+
+    def ipcGetMemHandle(self, address):
+        return address.to_bytes(8, "little") * 8
+
+    def ipcOpenMemHandle(self, handle):
+        self.mapped.append(handle)
+        self.opened += 1
+        return int.from_bytes(handle[:8], "little")
+
+    def ipcCloseMemHandle(self, address):
+        self.mapped.remove(self.ipcGetMemHandle(address))
+
+
+class Driver:
+    """The same of its driver: a wait that nothing has met yet, of a stream that does all at once, waits itself."""
+
+    def cuMemGetAddressRange_v2(self, begin, size, address):
+        (found,) = (x for x in EVERY if x.ptr <= address.value < x.ptr + x.size)
+        begin._obj.value, size._obj.value = found.ptr, found.size
+        return 0
+
+    def cuPointerGetAttribute(self, number, attribute, address):
+        (number._obj.value,) = (x.number for x in EVERY if x.ptr <= address.value < x.ptr + x.size)
+        return 0
+
+    def cuStreamWriteValue32_v2(self, stream, address, value, flags):
+        ctypes.c_uint32.from_address(address).value = value
+        return 0
+
+    def cuStreamWaitValue32_v2(self, stream, address, value, flags):
+        end = time.monotonic() + 5
+        while ctypes.c_uint32.from_address(address).value < value:
+            assert time.monotonic() < end
+            time.sleep(1e-4)
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime, driver = Runtime(), Driver()
+    parts = dict(Memory=Memory, alloc=Memory, Event=Event, Stream=Stream, Device=contextlib.nullcontext)
+    cuda = SimpleNamespace(runtime=runtime, get_current_stream=Stream, **parts)
+    monkeypatch.setattr(gpu, "load_cupy", lambda name: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(gpu, "_driver", lambda: driver)
+    EVERY.clear()
+    return runtime
+
+
+class Array:
+    """Part of an array on a GPU."""
+
+    def __init__(self, memory, offset, nbytes):
+        self.data, self.nbytes, self._memory = SimpleNamespace(ptr=memory.ptr + offset), nbytes, memory
+
+    @property
+    def numbers(self):
+        begin = self.data.ptr - self._memory.ptr
+        return self._memory._held[begin : begin + self.nbytes]
+
+
+def connected(comm):
+    """Return copies that have met."""
+    made = gpu.Copies(comm.rank, comm.size, lambda *pairs: lambda: comm.exchange(*pairs), 5.0)
+    names = comm.allgather(made.allocation)
+    assert made.meet(names)
+    comm.barrier()
+    assert made.works(names)
+    comm.barrier()
+    return made
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_message_arrives(runtime, ranks):
+    """Group after group, from several allocations, with rows at equal distances and without."""
+
+    def work(comm):
+        copies, others = connected(comm), [peer for peer in range(comm.size) if peer != comm.rank]
+        for turn in range(3):
+            ours, theirs = [Memory(4096) for _ in range(2)], {peer: [Memory(4096) for _ in range(2)] for peer in others}
+            places = [(i, 512 * j + 7 * turn, 100) for i in range(2) for j in range(6)] + [(1, 3800, 11)]
+            for i, memory in enumerate(ours):
+                memory._held[:] = np.random.default_rng([comm.rank, turn, i]).integers(0, 256, memory.size)
+            comm.barrier()
+            sends = [(peer, Array(ours[i], at, n)) for peer in others for i, at, n in places]
+            recvs = [(peer, Array(theirs[peer][i], at // 2, n)) for peer in others for i, at, n in places]
+            copies.begin(sends, recvs)()
+            comm.barrier()
+            for peer, target in recvs:
+                i, at, n = places[[id(x) for p, x in recvs if p == peer].index(id(target))]
+                sent = np.random.default_rng([peer, turn, i]).integers(0, 256, 4096).astype(np.uint8)
+                np.testing.assert_array_equal(target.numbers, sent[at : at + n])
+        comm.barrier()
+        copies.close()
+
+    spawn(work, ranks=ranks)
+    assert not runtime.mapped
+    assert max(runtime.rows) == 6  # copies of rows, not of single messages
+
+
+def test_a_message_of_another_size(runtime):
+    def work(comm):
+        copies, memory = connected(comm), Memory(64)
+        with pytest.raises(DistributedError, match=f"a message has {8 - comm.rank} bytes; expected {7 + comm.rank}"):
+            copies.begin(
+                [(1 - comm.rank, Array(memory, 0, 7 + comm.rank))], [(1 - comm.rank, Array(memory, 32, 7 + comm.rank))]
+            )()
+
+    spawn(work, ranks=2)
+
+
+def test_what_does_not_happen_is_let_go(runtime):
+    """Streams that wait for a peer go on, and the comm says why."""
+    copies = gpu.Copies(0, 2, None, 0.05)
+    copies._device = contextlib.nullcontext()
+    copies._pending.put(([], Event(), time.monotonic()))
+    end = time.monotonic() + 5
+    while not copies.failed and time.monotonic() < end:
+        time.sleep(0.01)
+    assert "did not finish within 0.05 s" in copies.failed
+    assert (copies._counts._held == 0x7F).all()
+    copies.close()
+
+
+def test_others_memory_is_let_go_of(runtime, monkeypatch):
+    """Where there are many allocations, and where another has taken the place of one."""
+    monkeypatch.setattr(gpu, "_MAPPED", 3)
+    copies = gpu.Copies(0, 2, None, 5.0)
+
+    def name(address, number):
+        return np.frombuffer(runtime.ipcGetMemHandle(address) + number.to_bytes(8, "little"), np.int64)
+
+    copies.meet([copies.allocation, name(64, 1).tobytes()])
+    for i in range(20):
+        assert copies._map(name(1024 * (i % 7), i)) == 1024 * (i % 7)
+        assert len(runtime.mapped) == len({*runtime.mapped}) <= 4 and runtime.ipcGetMemHandle(64) in runtime.mapped
+    opened = runtime.opened
+    assert copies._map(name(1024 * 5, 19)) == 1024 * 5 and runtime.opened == opened
+    assert copies._map(name(1024 * 5, 20)) == 1024 * 5 and runtime.opened == opened + 1
+    copies.close()
+    assert not runtime.mapped
+
+
+def test_copies_leave_no_allocation(runtime):
+    """Neither those that follow each other in memory by chance, here nor there."""
+    places = np.zeros(4, gpu._PLACE)
+    copies, pieces = gpu.Copies(0, 2, None, 5.0), np.zeros(64, np.uint8)
+    EVERY[:] = [SimpleNamespace(ptr=pieces.ctypes.data + 16 * i, size=16, number=i) for i in range(4)]
+    arrays = [SimpleNamespace(data=SimpleNamespace(ptr=EVERY[i // 2].ptr + 8 * (i % 2)), nbytes=8) for i in range(4)]
+    source = SimpleNamespace(ptr=EVERY[2].ptr)
+    places["nbytes"], places["offset"] = 8, [0, 8, 0, 8]
+    for place, at in zip(places, (source.ptr, source.ptr, source.ptr + 16, source.ptr + 16), strict=True):
+        place["allocation"] = np.frombuffer(runtime.ipcGetMemHandle(at) + bytes(8), np.int64)
+    pieces[32:] = np.arange(32)
+    copies._fetch(arrays, places, Stream())
+    np.testing.assert_array_equal(pieces[:32], np.arange(32))
+    assert runtime.rows == [1, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 3)), min_size=1, max_size=12))
+def test_grouped_copies_are_the_same(copies):
+    found = [
+        (target + i * stride, source + i * its_stride, nbytes)
+        for target, stride, source, its_stride, nbytes, count in gpu.grouped(*(x.tobytes() for x in np.array(copies).T))
+        for i in range(count)
+    ]
+    assert sorted(found) == sorted(copies)
