@@ -87,10 +87,11 @@ class Call:
         The score function and its arguments.
     score : Score or None
         The same, once it is needed: not in a warm call, but for few functions.
-    count : int
-        How many of the arguments are arrays.
-    learned : (tuple of (int or None), int or None)
-        Once the call is checked, where among the results the gradient of each of them is, and the first of these.
+    count, has_numbers : int, bool
+        How many of the arguments are arrays, and whether others are not.
+    learned : (int or None, tuple or None)
+        Once the call is checked, the first result that is the gradient of one of them, and which of these is whose;
+        None if they are all, in their order.
     is_told : bool
         Whether there are masks that are no arrays, or functions.
     """
@@ -99,6 +100,7 @@ class Call:
     scored: Any = None
     args: Any = ()
     count = 0
+    has_numbers = False
     learned: tuple[Any, ...] = ()
     masks: tuple[Mask, ...] = ()
     function: Any = None
@@ -125,14 +127,11 @@ class Call:
             elif callable(mask):
                 self.function, self.is_told = arrays.pop("mask"), True
         if score is not None or type(score_args) is not tuple or score_args:
-            self.scored, self.args, self.is_told = score, score_args, True
+            self.scored, self.is_told = score, True
             if type(score_args) is not tuple or not callable(score):
                 _scoring().check(score, score_args)
             if score_args:
-                for name, value in zip(SCORE_ARGS, score_args, strict=False):
-                    if hasattr(value, "__dlpack__"):
-                        arrays[name] = value
-                        self.count += 1
+                self._take_args(score_args)
         if tscore_args is not None:
             self._take_tangents(tscore_args)
 
@@ -144,6 +143,18 @@ class Call:
         if not isinstance(self.origin, Origin):
             raise DtypeError(f"origin is {shown(self.origin)}; expected a cuattn.Origin or None")
         return self.origin.has_runs
+
+    def _take_args(self, args: Sequence[Any]) -> None:
+        """Take the arguments of the score function."""
+        n = len(args)
+        if n > len(SCORE_ARGS):
+            raise ArgumentError(f"score_args has {n} items; expected at most {len(SCORE_ARGS)}")
+        arrays, count = self.arrays, 0
+        for index, value in enumerate(args):
+            if hasattr(value, "__dlpack__"):
+                arrays[SCORE_ARGS[index]] = value
+                count += 1
+        self.args, self.count, self.has_numbers = args, count, count < n
 
     def _take_tangents(self, tangents: Any) -> None:
         """Add the tangents of the score function's arguments."""
@@ -172,8 +183,9 @@ class Call:
 
     def divide(self, results: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
         """Divide a backward's results into those by operands and those by the function's arguments, which come last."""
-        places, first = self.learned
-        return results[:first], tuple([None if place is None else results[place] for place in places])
+        first, places = self.learned
+        own, found = results[:first], results[first:]
+        return own, tuple(found) if places is None else tuple([None if n is None else found[n] for n in places])
 
     def take_functions(self, arrays: dict[str, Any]) -> None:
         """Make functions of visibility the masks that they are for operands of these shapes, at this origin."""
@@ -268,21 +280,22 @@ def _themselves(call: Call) -> tuple[Any, ...] | None:
 
     The first mask has it, or the score's function, so that it does not outlive them.
     """
-    function, masks = call.function, call.masks
-    who, place = None, None if call.origin is None else False  # a part, but of one piece
+    masks, known, numbers = call.masks, None, ()
+    place = None if call.origin is None else False  # a part, but of one piece
     if call.scored is not None:
         known = _scoring().recall(call.scored)
         if known is None:
             return None
-        who = (known,) if call.count == len(call.args) else (known, *_scoring().kinds_of_numbers(call.args))
-    if function is not None:
-        visible = _scoring().recall(function)
-        return visible and (_of_masks, visible, who, call.origin)
+        if call.has_numbers:
+            numbers = tuple(_scoring().kinds_of_numbers(call.args))
+    if call.function is not None:
+        visible = _scoring().recall(call.function)
+        return visible and (_of_masks, visible, (known, numbers), call.origin)
     if masks:
-        own, masks = masks[0]._cache, masks[1:]
+        own, masks, numbers = masks[0]._cache, masks[1:], (known, numbers)
     else:
-        own, who = who[0].calls, who[1:]
-    return own.get(_epoch) or own.setdefault(_epoch, _memo(_OF_ONE)), masks, who, place
+        own = known.calls
+    return own.get(_epoch) or own.setdefault(_epoch, _memo(_OF_ONE)), masks, numbers, place
 
 
 def compute(call: Call) -> tuple[list[Any], Any]:

@@ -85,12 +85,15 @@ class Score:
 
     @property
     def places(self) -> tuple[Any, ...]:
-        """Where among a backward's results the gradient by each argument is, if any, and the first of these."""
+        """The first gradient by an argument among a backward's results, and which of these belongs to each argument.
+
+        None for the latter if all have one, in their order.
+        """
         if not (self._args and self._operation.replays):
             return ()
-        learned = list(self.learned.values())
-        places = {index: place - len(learned) for place, index in enumerate(learned)}
-        return tuple([places.get(index) for index in range(len(self._args))]), -len(learned) or None
+        learned, every = list(self.learned.values()), range(len(self._args))
+        places = {index: place for place, index in enumerate(learned)}
+        return -len(learned) or None, None if learned == [*every] else tuple(map(places.get, every))
 
     @property
     def tangents(self) -> dict[int, int]:
