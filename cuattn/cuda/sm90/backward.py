@@ -509,7 +509,8 @@ class Backward(MappedCall):
             fields = counts | cut.tail_fields | stored
             own, beside = constants, {}
             if last is not None:
-                convert, grid, own = "sm90/bwd_convert_sums.cu", (grid[0] + last.blocks,), last.constants | constants
+                convert, grid = "sm90/bwd_convert_sums.cu", (grid[0] + last.blocks,)
+                own = {**last.constants, **constants, "score": True}  # also of one that changes no score
                 fields, beside = last.fields | fields, {"own": last.own, "shared_bytes": last.shared_bytes}
             self.add(convert, "backward_convert", own, grid, _CONVERT_WARPS, fields, **beside)
         elif cut.part_blocks:
