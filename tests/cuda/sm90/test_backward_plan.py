@@ -362,6 +362,7 @@ DROPPED = {"options": {"dropout_p": 0.25, "rng": 9}}
         ("alibi", DROPPED, {}, "weights"),
         ("head_temperature", {"head_dim": 128}, {}, "weights heads"),
         ("head_temperature", {"heads": 8}, {}, "pass"),
+        ("head_factor", {}, {}, "heads"),
         ("row_temperature", {}, {}, "pass"),
         ("relative_table", {}, {}, "diagonals"),
         ("relative_table", {"heads": 8}, {"deterministic": True}, "diagonals"),
@@ -380,7 +381,7 @@ def test_who_sums_what_arrays_need(driver, name, changes, options, sums):
     found = {
         "pass": "bwd_score.cu" in paths,
         "weights": "bwd_weights.cu" in paths,
-        "heads": paths.get("bwd_convert_sums.cu", {}).get("slopes_of_heads", False),
+        "heads": any(paths.get(f"bwd_convert_{name}.cu", {}).get("slopes_of_heads") for name in ("sums", "heads")),
     }
     main = paths.get("bwd_weights.cu", paths.get("bwd.cu"))
     found["diagonals"] = main["dbias"] == Dbias.DIAGONALS
@@ -404,6 +405,7 @@ BIG = {"n_queries": 4096, "n_keys": 4096, "heads": 8}
         ("row_temperature", {}, 4, True),
         ("graph", {}, 4, True),
         ("grid", DROPPED, 4, True),
+        ("head_factor", {}, 3, False),
         ("alibi", BIG, 4, False),
         ("relative_table", BIG, 4, False),
     ],
