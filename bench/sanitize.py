@@ -92,6 +92,7 @@ SCORES = {  # of arrays that are differentiated, by what an element is for, and 
     ),
     "distances": Formula(lambda s, b, h, i, j, distance: s + distance[h, i - j], arrays={"distance": "hr"}),
     "temperature": Formula(lambda s, b, h, i, j, slope: s * np.exp(slope[h]), arrays={"slope": "h"}),
+    "halved": Formula(lambda s, b, h, i, j: s * (0.5 + h)),
     "sloped": Formula(
         lambda s, b, h, i, j, row, slope: s * np.exp(row[h, i]) + slope[h] * j, arrays={"row": "hi", "slope": "h"}
     ),
@@ -125,6 +126,7 @@ IN_ONE_DTYPE = (
     feature(heads=4, kv_heads=2, **SMALL, score="anywhere"),
     feature(**SMALL, score="distances", deterministic=True, mask="seen"),
     feature(d=128, batch=2, **SMALL, score="temperature", is_causal="top_left"),
+    feature(**SMALL, score="halved"),
     feature(d=128, **SMALL, score="sloped", dropout_p=0.1),
     feature(kv_heads=1, **SMALL, score="sloped", softcap=4.0, mask="seen"),
     feature(d=128, heads=8, kv_heads=2, n_queries=1, n_keys=3000, score="sloped"),  # heads as rows of one tile

@@ -359,7 +359,7 @@ def unpacked(name: str, fwd: Any) -> tuple | list:
 
 def gradients(call: Call, results: list[Any]) -> Gradients:
     """Return the results of a backward."""
-    own, of_score = (results, ()) if call.score is None else call.score.divide(results)
+    own, of_score = call.divide(results) if call.args else (results, ())
     made = _gradients(own if len(own) == 4 else (*own, None))
     if of_score:
         made.dscore = of_score

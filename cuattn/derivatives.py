@@ -318,7 +318,7 @@ def double_backward(
     options = options._replace(out_dtype=out_dtype, deterministic=deterministic)
     call = Call(DOUBLE_BACKWARD, DOUBLE_BACKWARD.given(arrays), options, state, origin, out, score, score_args, gdscore)
     (ddo, *results), _ = dispatch.compute(call)
-    own, of_score = (results, ()) if call.score is None else call.score.divide(results)
+    own, of_score = call.divide(results) if call.args else (results, ())
     double = DoubleGradients(ddo, *own)
     double.dscore, double.ddlse = of_score, None if dlse is None else tlse
     return double

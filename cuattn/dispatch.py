@@ -24,6 +24,7 @@ from cuattn.masks.constructors import band_of_runs
 from cuattn.plans import Plan
 from cuattn.problem import (
     FORWARD,
+    SCORE_ARGS,
     Array,
     Operation,
     Options,
@@ -82,14 +83,25 @@ class Call:
         Those that are no arrays.
     function : callable or None
         A mask that is ``visible(b, h, i, j)``.
-    alone : callable or None
-        A score function without further arguments until it is made a `Score`, which a warm call need not.
+    scored, args : callable or None, sequence
+        The score function and its arguments.
+    score : Score or None
+        The same, once it is needed: not in a warm call, but for few functions.
+    count, has_numbers : int, bool
+        How many of the arguments are arrays, and whether others are not.
+    learned : (int or None, tuple or None)
+        Once the call is checked, the first result that is the gradient of one of them, and which of these is whose;
+        None if they are all, in their order.
     is_told : bool
         Whether there are masks that are no arrays, or functions.
     """
 
     score: Any = None
-    alone: Any = None
+    scored: Any = None
+    args: Any = ()
+    count = 0
+    has_numbers = False
+    learned: tuple[Any, ...] = ()
     masks: tuple[Mask, ...] = ()
     function: Any = None
     is_told = False
@@ -114,12 +126,14 @@ class Call:
                 self.masks, self.is_told = arrays.pop("mask").parts, True
             elif callable(mask):
                 self.function, self.is_told = arrays.pop("mask"), True
-        if callable(score) and type(score_args) is tuple and not score_args and tscore_args is None:
-            self.alone, self.is_told = score, True
-        elif score is not None or type(score_args) is not tuple or score_args:
-            self.score, self.is_told = _scoring().Score(score, score_args, arrays, operation, tscore_args), True
-        elif tscore_args is not None:
-            raise ArgumentError(f"{operation.label('tscore_args')} is given but score is None; expected None")
+        if score is not None or type(score_args) is not tuple or score_args:
+            self.scored, self.is_told = score, True
+            if type(score_args) is not tuple or not callable(score):
+                _scoring().check(score, score_args)
+            if score_args:
+                self._take_args(score_args)
+        if tscore_args is not None:
+            self._take_tangents(tscore_args)
 
     @property
     def has_runs(self) -> bool | None:
@@ -130,22 +144,48 @@ class Call:
             raise DtypeError(f"origin is {shown(self.origin)}; expected a cuattn.Origin or None")
         return self.origin.has_runs
 
+    def _take_args(self, args: Sequence[Any]) -> None:
+        """Take the arguments of the score function."""
+        n = len(args)
+        if n > len(SCORE_ARGS):
+            raise ArgumentError(f"score_args has {n} items; expected at most {len(SCORE_ARGS)}")
+        arrays, count = self.arrays, 0
+        for index, value in enumerate(args):
+            if hasattr(value, "__dlpack__"):
+                arrays[SCORE_ARGS[index]] = value
+                count += 1
+        self.args, self.count, self.has_numbers = args, count, count < n
+
+    def _take_tangents(self, tangents: Any) -> None:
+        """Add the tangents of the score function's arguments."""
+        if self.scored is None:
+            label = self.operation.label("tscore_args")
+            raise ArgumentError(f"{label} is given but score is None; expected None")
+        self.take_score()
+        self.arrays |= self.score.take_tangents(tangents)
+
     def take_score(self) -> None:
-        """Make a score function without further arguments a `Score`."""
-        if self.alone is not None:
-            self.score, self.alone = _scoring().Score(self.alone, (), self.arrays, self.operation), None
+        """Make the score function and its arguments a `Score`."""
+        if self.score is None and self.scored is not None:
+            self.score = _scoring().Score(self.scored, self.args, self.count, self.operation)
 
     def recall(self, known: _Known) -> None:
         """Take what the functions of such a call were traced to."""
+        self.learned = known.learned
         if known.numbers is None:
             self.take_score()
-        score = self.score
-        if score is not None:
+            score = self.score
             score.whole, score.traced, score.visible = known.score
+            if score.visible is not None and known.masks is None:
+                self.take_functions(self.arrays)
         if known.masks is not None:
             self.masks = known.masks
-        elif score is not None and score.visible is not None:
-            self.take_functions(self.arrays)
+
+    def divide(self, results: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
+        """Divide a backward's results into those by operands and those by the function's arguments, which come last."""
+        first, places = self.learned
+        own, found = results[:first], results[first:]
+        return own, tuple(found) if places is None else tuple([None if n is None else found[n] for n in places])
 
     def take_functions(self, arrays: dict[str, Any]) -> None:
         """Make functions of visibility the masks that they are for operands of these shapes, at this origin."""
@@ -171,7 +211,8 @@ class _Known:
     """What calls of one signature come to; empty until the first of them was checked.
 
     The problem, the results' shapes and dtypes and who computes them; on a GPU the sequence of launches; and, where a
-    look at the arrays is enough, the way back to such a caller, what its score function was traced to, the mask that
+    look at the arrays is enough, the way back to such a caller, what its score function was traced to, its numbers (or
+    what tells them from the arguments, or None where a `Score` does), where the gradients by these are, the mask that
     its function of visibility is, and its masks' tables by the place of the call.
     """
 
@@ -182,7 +223,9 @@ class _Known:
     origin: interop.ArrayOrigin | None = None
     allocate: Any = None
     score: tuple[Any, ...] = ()
-    numbers: tuple[Any, ...] | None = ()
+    numbers: Any = ()
+    recalls: bool = False
+    learned: tuple[Any, ...] = ()
     masks: tuple[Mask, ...] | None = None
     kept: dict[int, Any] | None = None
     places: dict[Origin, Any] = field(default_factory=dict)
@@ -248,25 +291,22 @@ def _themselves(call: Call) -> tuple[Any, ...] | None:
 
     The first mask has it, or the score's function, so that it does not outlive them.
     """
-    score, function, masks = call.score, call.function, call.masks
-    who, place = None, None if call.origin is None else False  # a part, but of one piece
-    if call.alone is not None:
-        known = _scoring().recall(call.alone)
+    masks, known, numbers = call.masks, None, ()
+    place = None if call.origin is None else False  # a part, but of one piece
+    if call.scored is not None:
+        known = _scoring().recall(call.scored)
         if known is None:
             return None
-        who = (known,)
-    elif score is not None:
-        who = score.recall()
-        if who is None:
-            return None
-    if function is not None:
-        visible = _scoring().recall(function)
-        return visible and (_of_masks, visible, who, call.origin)
+        if call.has_numbers:
+            numbers = tuple(_scoring().kinds_of_numbers(call.args))
+    if call.function is not None:
+        visible = _scoring().recall(call.function)
+        return visible and (_of_masks, visible, (known, numbers), call.origin)
     if masks:
-        own, masks = masks[0]._cache, masks[1:]
+        own, masks, numbers = masks[0]._cache, masks[1:], (known, numbers)
     else:
-        own, who = who[0].calls, who[1:]
-    return own.get(_epoch) or own.setdefault(_epoch, _memo(_OF_ONE)), masks, who, place
+        own = known.calls
+    return own.get(_epoch) or own.setdefault(_epoch, _memo(_OF_ONE)), masks, numbers, place
 
 
 def compute(call: Call) -> tuple[list[Any], Any]:
@@ -308,7 +348,7 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     origin, problem = known.origin, known.problem
     if origin is None:
         return _compute(call, known, addresses)
-    if known.numbers is None or known.masks is not None:
+    if known.recalls:
         call.recall(known)
     state = _state(call, problem) if problem.dropout or call.random is not None else None
     place = None if call.origin is None else known.place(call.origin)
@@ -335,6 +375,8 @@ def _launch(
     if numbers is None:
         addresses, captured, numbers = call.score.given(addresses, origin.device)
         held = (*held, *captured) if captured else held
+    elif type(numbers) is not tuple:
+        numbers = numbers(call.args)
     return known.sequence.run(allocate, origin.stream(), addresses, call.masks, state, place, held, numbers, known.kept)
 
 
@@ -345,7 +387,7 @@ def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[
     function = call.function
     with origin.scope():
         known = _check(call, views, origin)
-        problem = known.problem
+        problem, call.learned = known.problem, known.learned
         place, state = place_of(problem, call.origin), _state(call, problem)
         outputs.check(known.made, views, origin)
         if origin.backend == "cpu":
@@ -371,8 +413,10 @@ def _remember(warm: _Known, known: _Known, call: Call, function: Any, **way: Any
     """Tell a cell what a call came to, whose argument mask was a function or is None."""
     masks, score = None if function is None else call.masks, call.score
     told = () if score is None else (score.whole, score.traced, score.whole.split[0])
-    numbers = () if score is None else score.own_numbers if known.sequence else None
-    vars(warm).update({**vars(known), **way, "score": told, "numbers": numbers, "masks": masks, "kept": {}})
+    numbers = () if score is None else score.way_to_numbers if known.sequence else None
+    recalls = numbers is None or masks is not None or bool(known.learned)
+    own = {"score": told, "numbers": numbers, "recalls": recalls, "masks": masks, "kept": {}}
+    vars(warm).update({**vars(known), **way, **own})
 
 
 def _on_host(
@@ -438,7 +482,8 @@ def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _K
             score = call.score.bound(operands), tuple(call.score.learned), call.score.tangent_slots
         problem = check(call.operation, operands, _all_masks(call, views), call.options, call.origin, *score)
         made, backend = call.operation.made(problem, operands), _backend_of(origin, problem.kernel)
-        vars(known).update(problem=problem, made=made, backend=backend, numbers=None if call.score else ())
+        numbers, learned = (None, call.score.places) if call.score else ((), ())
+        vars(known).update(problem=problem, made=made, backend=backend, numbers=numbers, learned=learned)
     return known
 
 

@@ -12,15 +12,15 @@ from cuattn import interop
 from cuattn.errors import ArgumentError, DtypeError, expect_array, shown
 from cuattn.masks.device import upload
 from cuattn.masks.function import live
-from cuattn.problem import Operation, ScoreFunction
-from cuattn.tracing import MASK, SCORE, Bound, Frozen, Traced, kind_of_argument, recall, trace
+from cuattn.problem import SCORE_ARGS, Operation, ScoreFunction
+from cuattn.tracing import MASK, SCORE, Bound, Frozen, Traced, kind_of_argument, trace
+from cuattn.tracing import recall as recall
 from cuattn.tracing.capture import Argument, copied
 from cuattn.tracing.graph import variable
 from cuattn.tracing.proxy import kind_of
 
 _UNCHANGED = variable("s")
-_NAMES = [f"score_args[{index}]" for index in range(1000)]
-_TANGENTS = [f"t{name}" for name in _NAMES]
+_TANGENTS = [f"t{name}" for name in SCORE_ARGS]
 
 
 class Score:
@@ -30,12 +30,10 @@ class Score:
     ----------
     function, args : object
         The caller's ``score`` and ``score_args``.
-    arrays : dict of str to array
-        The call's, to which the arrays among `args` are added.
+    count : int
+        How many of these are arrays, which the call has.
     operation : Operation
         What the call does: whether it returns gradients, and the name of the next argument.
-    tangents : object, optional
-        The caller's tangents of `args`, which are added to `arrays`, too.
 
     Attributes
     ----------
@@ -51,30 +49,15 @@ class Score:
     traced: Traced | None = None
     visible: Frozen | None = None
     _given: tuple[int, ...] = ()  # arguments that have a tangent
-    _count = 0  # of arrays among the arguments
 
-    def __init__(
-        self, function: Any, args: Any, arrays: dict[str, Any], operation: Operation, tangents: Any = None
-    ) -> None:
-        if not isinstance(args, (tuple, list)):
-            raise DtypeError(
-                f"score_args is {interop.type_name(args)}; expected a tuple of arrays and numbers, as (x,)"
-            )
-        if function is None:
-            raise ArgumentError(f"score_args has {len(args)} items but score is None; expected a function of them")
-        if not callable(function):
-            raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
-        self._function, self._args, self._operation = function, args, operation
-        if args:
-            self._count = 0
-            for name, value in zip(_NAMES, args, strict=False):
-                if hasattr(value, "__dlpack__"):
-                    arrays[name] = value
-                    self._count += 1
-        if tangents is not None:
-            named = self._named(tangents)
-            self._given = tuple([index for index, value in enumerate(named.values()) if value is not None])
-            arrays |= {name: value for name, value in named.items() if value is not None}
+    def __init__(self, function: Any, args: Any, count: int, operation: Operation) -> None:
+        self._function, self._args, self._count, self._operation = function, args, count, operation
+
+    def take_tangents(self, tangents: Any) -> dict[str, Any]:
+        """Return the tangents of the arguments that have one, by name, given the caller's."""
+        named = self._named(tangents)
+        self._given = tuple([index for index, value in enumerate(named.values()) if value is not None])
+        return {name: value for name, value in named.items() if value is not None}
 
     def _named(self, tangents: Any) -> dict[str, Any]:
         """Return the tangents of the arguments by name."""
@@ -84,17 +67,9 @@ class Score:
             raise ArgumentError(f"{label} has {what}; expected a tuple of {n}, one for each item of score_args")
         return dict(zip(_TANGENTS, tangents, strict=False))
 
-    def recall(self) -> tuple[Any, ...] | None:
-        """Return what is known of the function, and the kinds of its arguments that are numbers; None if nothing is."""
-        known = recall(self._function)
-        if known is None or self._count == len(self._args):
-            return known and (known,)
-        numbers = [(n, x) for n, x in enumerate(self._args) if not hasattr(x, "__dlpack__")]
-        return known, *[kind_of_argument(SCORE, n, x) for n, x in numbers]
-
     def trace(self, views: dict[str, Any]) -> None:
         """Trace the function for NumPy or CuPy views of the call's arrays."""
-        args = [views.get(name, value) for name, value in zip(_NAMES, self._args, strict=False)]
+        args = [views.get(name, value) for name, value in zip(SCORE_ARGS, self._args, strict=False)]
         self.take(trace(self._function, SCORE, args, adopt=_copied))
 
     def take(self, traced: Traced) -> None:
@@ -107,6 +82,18 @@ class Score:
     def learned(self) -> dict[int, int]:
         """The slots of the arrays that the call differentiates, and which arguments they are."""
         return self.traced.floats if self.traced and self._operation.replays else {}
+
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """The first gradient by an argument among a backward's results, and which of these belongs to each argument.
+
+        None for the latter if all have one, in their order.
+        """
+        if not (self._args and self._operation.replays):
+            return ()
+        learned, every = list(self.learned.values()), range(len(self._args))
+        places = {index: place for place, index in enumerate(learned)}
+        return -len(learned) or None, None if learned == [*every] else tuple(map(places.get, every))
 
     @property
     def tangents(self) -> dict[int, int]:
@@ -122,7 +109,7 @@ class Score:
     def check_tangents(self, views: dict[str, Any]) -> None:
         """Check the tangents of arguments, given views of the call's arrays."""
         for index in self._given:
-            name, array = _NAMES[index], views.get(_NAMES[index])
+            name, array = SCORE_ARGS[index], views.get(SCORE_ARGS[index])
             label, tangent = self._operation.label(_TANGENTS[index]), views[_TANGENTS[index]]
             if array is None or kind_of(array.dtype) != "f":
                 raise ArgumentError(f"{label} is given but {name} is no array of floats; expected None")
@@ -131,18 +118,15 @@ class Score:
     @property
     def numbers(self) -> tuple[Any, ...]:
         """Python numbers by slot of the function's parameters."""
-        numbers = self.traced.numbers if self.traced else ()
-        if not numbers or self.traced.has_own_numbers:
-            return numbers
-        return tuple([_as_number(self._args[x]) if type(x) is Argument else x for x in numbers])
+        return self.traced.numbers_of(self._args) if self.traced else ()
 
     @property
-    def own_numbers(self) -> tuple[Any, ...] | None:
-        """The numbers, where warm calls need ask nothing else of the function; else None."""
+    def way_to_numbers(self) -> Any:
+        """The numbers of warm calls that need ask nothing else of the function, or what tells them; else None."""
         known, whole = self.traced, self.whole
-        if known is None or self._given or self.learned or not (known.in_order and known.has_own_numbers):
+        if known is None or whole is None or whole.split[0] is not None or self._given or not known.in_order:
             return None
-        return known.numbers if whole is not None and whole.split[0] is None else None
+        return known.numbers if known.has_own_numbers else known.numbers_of
 
     def bound(self, operands: dict[str, Any]) -> Bound | None:
         """Return the function with the arrays, by a backend's names, and the numbers of the call."""
@@ -186,25 +170,25 @@ class Score:
         own, arrays = self._by_slot(list(views.values()), captured)
         return dict(zip(views, own, strict=False)) | dict(zip(ScoreFunction.names_of(arrays), arrays, strict=True))
 
-    def divide(self, results: Sequence[Any]) -> tuple[Sequence[Any], tuple[Any, ...]]:
-        """Divide a backward's results into those by operands and those by the function's arguments, which come last."""
-        if not self._args:
-            return results, ()
-        learned, found = self.learned, [None] * len(self._args)
-        own = len(results) - len(learned)
-        for index, gradient in zip(learned.values(), results[own:], strict=True):
-            found[index] = gradient
-        return results[:own], tuple(found)
+
+def check(function: Any, args: Any) -> None:
+    """Check the caller's ``score`` and ``score_args``, one of which is given."""
+    if not isinstance(args, (tuple, list)):
+        raise DtypeError(f"score_args is {interop.type_name(args)}; expected a tuple of arrays and numbers, as (x,)")
+    if function is None:
+        raise ArgumentError(f"score_args has {len(args)} items but score is None; expected a function of them")
+    if not callable(function):
+        raise DtypeError(f"score is {shown(function)}; expected a function score(s, b, h, i, j, *score_args)")
+
+
+def kinds_of_numbers(args: Sequence[Any]) -> list[Any]:
+    """Return the kinds of those arguments of a score function that are no arrays."""
+    return [kind_of_argument(SCORE, n, x) for n, x in enumerate(args) if not hasattr(x, "__dlpack__")]
 
 
 def visible(function: Any) -> Bound:
     """Return a function of visibility with what it captures, traced."""
     return trace(function, MASK, adopt=live).captured
-
-
-def _as_number(value: Any) -> Any:
-    """Return a number of Python or NumPy as Python's."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _copied(array: Any) -> Any:

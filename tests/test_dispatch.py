@@ -213,6 +213,45 @@ def test_warm_calls_of_score_functions(calls, monkeypatch):
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize(
+    ("score", "wanted"),
+    [
+        (lambda s, b, h, i, j, x, y: s + x[h] + y[h], [(5,), (4,)]),
+        (lambda s, b, h, i, j, x, y: s + y[h] + x[h], [(5,), (4,)]),
+        (lambda s, b, h, i, j, x, y: s + y[h], [(5,), (4,)]),
+        (lambda s, b, h, i, j, x, y, n: s + n * y[h] + x[h], [(5,), (4,), None]),
+        (lambda s, b, h, i, j, n, x, t, y: s + n * y[h] + x[t[h]], [None, (5,), None, (4,)]),
+        (lambda s, b, h, i, j, t: s + t[h], [None]),
+        (lambda s, b, h, i, j, n: s * n, [None]),
+        (lambda s, b, h, i, j, t: s, [None]),
+        (lambda s, b, h, i, j: s + h, []),
+    ],
+)
+def test_warm_gradients_belong_to_the_arguments(calls, driver, score, wanted):
+    """In whatever order the function reads them; arrays and numbers are those of the call."""
+    q, stat = gpu_array((2, 4, 100, 64)), gpu_array((2, 4, 100), np.float32)
+    made = {"x": lambda at: gpu_array((5,), np.float32, at), "y": lambda at: gpu_array((4,), np.float32, at)}
+    made |= {"t": lambda at: gpu_array((4,), np.int32, at), "n": lambda at: at / (1 << 30)}
+    names = score.__code__.co_varnames[5:]
+    for first in (1 << 31, 1 << 32, 1 << 33):
+        args = tuple(made[name](first + (index << 20)) for index, name in enumerate(names))
+        driver.done.clear()
+        found = cuattn.backward(q, q, q, q, (q, stat, stat, None), score=score, score_args=args)
+        assert [x and x[0] for x in found.dscore or ()] == wanted and [x[0] for x in found[:3]] == 3 * [q.shape]
+        told = [each.argument for each in driver.done if hasattr(each, "argument")]
+        read = {
+            float(x[name]) for x in told for name in x.dtype.names if name.startswith(("traced.array", "traced.num"))
+        }
+        assert read <= {x if isinstance(x, float) else float(x.data.ptr) for x in args}
+    assert len(calls) == 1
+
+
+def test_more_arguments_than_have_names_are_refused(calls):
+    q = gpu_array((2, 4, 100, 64))
+    with pytest.raises(cuattn.errors.ArgumentError, match="score_args has 1001 items; expected at most 1000"):
+        cuattn.attention(q, q, q, score=lambda s, b, h, i, j, *x: s, score_args=(1.0,) * 1001)
+
+
 def test_a_function_that_changes_nothing_is_dropped(calls):
     q, x = gpu_array((2, 4, 100, 64)), gpu_array((4,), np.float32)
     for _ in range(2):

@@ -121,6 +121,8 @@ def _of_rows(problem: Problem, name: str) -> Array:
     return (rows, problem.stat_dtype) if name in OF_ROWS else ((*rows, problem.head_dim_v), problem.dtype)
 
 
+SCORE_ARGS = [f"score_args[{index}]" for index in range(1000)]
+"""Names of a score function's arguments among the arrays of a call."""
 OF_ROWS = ("l", "m", "tlse", "dlse")
 """Arrays with one number for each query."""
 TANGENTS = ("tq", "tk", "tv", "tbias", "tdo")

@@ -15,7 +15,8 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -312,7 +313,8 @@ def _rule_of(kind: type, value: Any) -> Callable[[Any, Identity], bool]:
     return _by_object if issubclass(kind, _FIXED) or is_array(value) else _unknown
 
 
-class Snapshot(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Snapshot:
     """What a function object captured when it was traced: as long as it is the same, nothing else need be looked at.
 
     Attributes

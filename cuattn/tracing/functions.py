@@ -67,6 +67,13 @@ class Traced(Bound):
         """Whether none of the numbers are arguments."""
         return Argument not in map(type, self.numbers)
 
+    def numbers_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return Python numbers by slot of the parameters, given the function's arguments after j."""
+        if self.has_own_numbers:
+            return self.numbers
+        numbers = [args[x] if type(x) is Argument else x for x in self.numbers]
+        return tuple([x.item() if isinstance(x, np.generic) else x for x in numbers])
+
     @functools.cached_property
     def split(self) -> tuple[Frozen | None, Node]:
         """Where a score is visible, if captured integers alone say that, and the score there.

@@ -1,4 +1,4 @@
-// Gradients of arrays that score functions read: what the two kernels that make them share (kernels/sm80/bwd_score.cu, kernels/util/score_sums.cu).
+// Gradients of arrays that score functions read: what the two kernels that make them share (kernels/sm80/bwd_score.cu, attn/score_gather.cuh).
 //
 //   d loss / d x[index(b, h, i, j)] += dS(b, h, i, j) weight(s, b, h, i, j)     for every expression in which a function reads an array x
 //

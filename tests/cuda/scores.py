@@ -106,6 +106,11 @@ def head_temperature(case: Case) -> Score:
     return Score(lambda s, b, h, i, j, x, y: s * x[h] + y[h] * j - y[h + 1] * i, (x.astype(np.float32), y))
 
 
+def head_factor(case: Case) -> Score:
+    """The same without arrays."""
+    return Score(lambda s, b, h, i, j: s * (1.0 + 0.1 * h))
+
+
 def softcap(case: Case) -> Score:
     return Score(lambda s, b, h, i, j, cap: cap * np.tanh(s / cap), (4.0,))
 
@@ -139,4 +144,7 @@ def hidden(case: Case) -> Score:
 
 
 ADDITIVE = {f.__name__: f for f in (alibi, relative_table, buckets, key_bias, pair_bias, graph, grid)}
-SCORES = {**ADDITIVE, **{f.__name__: f for f in (row_temperature, head_temperature, softcap, gated, hidden)}}
+SCORES = {
+    **ADDITIVE,
+    **{f.__name__: f for f in (row_temperature, head_temperature, head_factor, softcap, gated, hidden)},
+}

@@ -2,8 +2,8 @@
 
 A pass (kernels/sm80/bwd_score.cu) makes dS once more and adds what belongs together whatever the array: what a head, a
 row, a key or a diagonal shares, or what reads the same element of a small slice.  A gathering
-(kernels/util/score_sums.cu) adds these sums to the elements that the function read with them, in a fixed order.  Where
-an index can only be told element by element, the pass adds to memory.
+(kernels/attn/score_gather.cuh) adds these sums to the elements that the function read with them, in a fixed order.
+Where an index can only be told element by element, the pass adds to memory.
 """
 
 import math
@@ -61,6 +61,30 @@ class Pass(NamedTuple):
         """``cfg::shared``."""
         kinds = ((_LINE, self.lines), (_HEAD, self.heads), (_SLICE, self.slices), (_ELEMENT, self.elements))
         return sum(kind << _BITS * number for kind, numbers in kinds for number in numbers)
+
+
+class Gathering(NamedTuple):
+    """A launch that sums what an array has, or what another launch does beside its own.
+
+    Attributes
+    ----------
+    constants, fields, own
+        See :meth:`cuattn.cuda.call.Call.add`.
+    blocks : int
+    shared_bytes : int
+        Of a block.
+    """
+
+    constants: Constants
+    fields: dict[str, int]
+    own: Own
+    blocks: int
+    shared_bytes: int
+
+    def add(self, call: Call) -> None:
+        """Append the launch."""
+        launched = "util/score_sums.cu", "score_sums", self.constants, (self.blocks,), _GATHER_WARPS, self.fields
+        call.add(*launched, own=self.own, shared_bytes=self.shared_bytes)
 
 
 class Sums(NamedTuple):
@@ -284,7 +308,7 @@ class ScoreGradients:
         others = [other for other in self.passes if self._main and other.walk == _DIAGONALS]
         return sum(self._starts(other)[-1] + _UNIT for other in others)
 
-    def add(self, call: Call, constants: Constants, shared_bytes: int) -> None:
+    def add(self, call: Call, constants: Constants, shared_bytes: int, room: int = 0) -> Gathering | None:
         """Append the launches, behind those that make rows' statistics.
 
         Parameters
@@ -295,15 +319,29 @@ class ScoreGradients:
             Of the portable backward, see :meth:`cuattn.cuda.sm80.backward.Cut.constants`.
         shared_bytes : int
             Of a block of a pass.
+        room : int, optional
+            Blocks that a launch behind them has room for.
+
+        Returns
+        -------
+        Gathering or None
+            The last launch, left to that one, which counts tiles of its own, if it has no more blocks.
         """
         count = max(len(self.weights), 1)
         constants = {**constants, **self.tile._asdict(), "atomic_dq": False, "score": True, "weights": count}
         for slot in {self.weights[number].weight.slot for made in self.passes for number in made.elements}:
-            self._gather(call, constants, slot, to=f"score_elements{slot}")  # zeros
+            if self._sizes[slot]:
+                self._gathering(call, constants, slot, to=f"score_elements{slot}").add(call)  # zeros
         for index, made in enumerate(() if self._main else self.passes):
             self._pass(call, constants, index, made, shared_bytes)
-        for slot in self._sizes:
-            self._gather_all(call, constants, slot)
+        *before, last = [each for slot in self._sizes for each in self._gatherings(call, constants, slot)] or [None]
+        for each in before:
+            each.add(call)
+        counts = self._main is None and last is not None and last.constants["walk"] == _DIAGONALS
+        if last is None or (last.blocks <= room and not counts):
+            return last
+        last.add(call)
+        return None
 
     def _blocks(self, made: Pass) -> int:
         """Return the blocks of a pass."""
@@ -339,15 +377,19 @@ class ScoreGradients:
             shared_bytes=histogram + length * threads // sharers * element,
         )  # fmt: skip
 
-    def _gather_all(self, call: Call, constants: Constants, slot: int) -> None:
-        """Add up what belongs to one array, weight by weight."""
+    def _gatherings(self, call: Call, constants: Constants, slot: int) -> list[Gathering]:
+        """Return what adds up what belongs to one array, weight by weight."""
+        if not self._sizes[slot]:
+            return []
         all_of_slot = self._of_slot(slot)
         numbers = [number for number in all_of_slot if self.weights[number].place != "element"]
-        adds = len(numbers) < len(all_of_slot)
-        for number in numbers[:-1]:
-            self._gather(call, constants, slot, number, adds, to=f"score_elements{slot}")
-            adds = True
-        self._gather(call, constants, slot, *(numbers[-1:] or [None]), adds)
+        some = len(numbers) < len(all_of_slot)  # added up element by element
+        found = [
+            self._gathering(call, constants, slot, number, some or index > 0, to=f"score_elements{slot}")
+            for index, number in enumerate(numbers[:-1])
+        ]
+        last = numbers[-1] if numbers else None
+        return [*found, self._gathering(call, constants, slot, last, some or bool(found))]
 
     def _sums(self, number: int) -> Sums:
         """Return where the sums of a weight are."""
@@ -361,13 +403,11 @@ class ScoreGradients:
             return Sums(*of_pass, _HEAD, base + heads_at + made.heads.index(number) * instances * owners, owners, 1)
         return Sums(*of_pass, _SLICE, slices_at, self._slice(made), owners)
 
-    def _gather(
+    def _gathering(
         self, call: Call, constants: Constants, slot: int, number: int | None = None, adds: bool = False, to: str = ""
-    ) -> None:
-        """Append a launch that sums what a weight has, if there is one, with what there `adds` to it already."""
+    ) -> Gathering:
+        """Return what sums what a weight has, if there is one, with what there `adds` to it already."""
         size, result = self._sizes[slot], to or f"dscore{slot}"
-        if not size:
-            return
         out = (self.scratch if to else call.arrays)[result].dtype
         own: dict[str, Any] = {
             "walk": 0, "gathers": 0, "weight": 0, "by_batch": False, "by_head": False, "alike": False, "adds": adds,
@@ -386,10 +426,8 @@ class ScoreGradients:
             own |= {"by_batch": bool(depends & B), "by_head": bool(depends & H), "alike": found.alike}
             slots["sums"] = sums.name
             values |= {"first": sums.first, "lines": sums.lines, "owners": sums.owners, "reach": found.reach}
-        call.add(
-            "util/score_sums.cu", "score_sums", {**constants, **own}, (cdiv(size, owned),), _GATHER_WARPS, values,
-            own=Own(SCORE_SUMS, slots), shared_bytes=_GATHER_WARPS * owned * self.problem.stat_dtype.itemsize,
-        )  # fmt: skip
+        shared_bytes = _GATHER_WARPS * owned * self.problem.stat_dtype.itemsize
+        return Gathering({**constants, **own}, values, Own(SCORE_SUMS, slots), cdiv(size, owned), shared_bytes)
 
 
 def _go_along(made: list[Pass], what: str, groups: list[tuple[int, ...]]) -> None:

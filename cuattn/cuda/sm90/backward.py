@@ -24,7 +24,7 @@ from cuattn.cuda.device import Device
 from cuattn.cuda.learned import learned
 from cuattn.cuda.sm80 import score_gradients
 from cuattn.cuda.sm80.backward import add_preprocess, broadcast_heads, row_arrays
-from cuattn.cuda.sm80.score_gradients import Main
+from cuattn.cuda.sm80.score_gradients import Gathering, Main
 from cuattn.cuda.sm90 import forward
 from cuattn.cuda.sm90.bias import NO_BIAS, BiasForm, BiasGradient, Dbias, bias_form
 from cuattn.cuda.sm90.forward import HALVES_BYTES, KEY_BIAS_BYTES, ROW_BYTES, SLAB_COLUMNS, sharing_cache, width_of
@@ -485,14 +485,21 @@ class Backward(MappedCall):
             dbias.finish(whole)
         for each in arrays:
             each.add(whole)
-        if by_score:
-            by_score.add(self, whole, 0)
-        self._finish(constants, dq_instances)
+        last = by_score.add(self, whole, 0, self._room(dq_instances)) if by_score else None
+        self._finish(constants, dq_instances, last)
         notes = [*cut.notes, *(by_score.notes if by_score else [])]
         return self.planned(path, keys[:2], key_warps, keys.shared_bytes, of_keys, *notes)
 
-    def _finish(self, constants: Constants, dq_instances: int) -> None:
-        """Append what makes dq of its sums, or anew, and rounds dk and dv of key tiles that several blocks shared."""
+    def _room(self, dq_instances: int) -> int:
+        """Return how many blocks beside those that convert dq all multiprocessors have at once, three each."""
+        cut, most = self.cut, 3 * self.device.multiprocessors
+        return most - cut.keys.counts["row_tiles"] * dq_instances if cut.adds_dq else 0
+
+    def _finish(self, constants: Constants, dq_instances: int, last: Gathering | None) -> None:
+        """Append what makes dq of its sums, or anew, and rounds dk and dv of key tiles that several blocks shared.
+
+        `last` is a sum that is made beside.
+        """
         cut = self.cut
         counts, stored = cut.keys.counts, {"splits": cut.stored_parts}
         if cut.adds_dq:
@@ -500,7 +507,12 @@ class Backward(MappedCall):
             grid = (counts["row_tiles"] * dq_instances + shared + cut.part_blocks,)
             convert = "sm90/bwd_convert_heads.cu" if cut.slopes_of_heads else "sm90/bwd_convert.cu"
             fields = counts | cut.tail_fields | stored
-            self.add(convert, "backward_convert", constants, grid, _CONVERT_WARPS, fields)
+            own, beside = constants, {}
+            if last is not None:
+                convert, grid = "sm90/bwd_convert_sums.cu", (grid[0] + last.blocks,)
+                own = {**last.constants, **constants, "score": True}  # also of one that changes no score
+                fields, beside = last.fields | fields, {"own": last.own, "shared_bytes": last.shared_bytes}
+            self.add(convert, "backward_convert", own, grid, _CONVERT_WARPS, fields, **beside)
         elif cut.part_blocks:
             grid = (cut.part_blocks,)
             self.add("sm90/bwd_add_parts.cu", "backward_add_parts", constants, grid, _CONVERT_WARPS, stored)

@@ -362,6 +362,7 @@ DROPPED = {"options": {"dropout_p": 0.25, "rng": 9}}
         ("alibi", DROPPED, {}, "weights"),
         ("head_temperature", {"head_dim": 128}, {}, "weights heads"),
         ("head_temperature", {"heads": 8}, {}, "pass"),
+        ("head_factor", {}, {}, "heads"),
         ("row_temperature", {}, {}, "pass"),
         ("relative_table", {}, {}, "diagonals"),
         ("relative_table", {"heads": 8}, {"deterministic": True}, "diagonals"),
@@ -380,11 +381,52 @@ def test_who_sums_what_arrays_need(driver, name, changes, options, sums):
     found = {
         "pass": "bwd_score.cu" in paths,
         "weights": "bwd_weights.cu" in paths,
-        "heads": "bwd_convert_heads.cu" in paths,
+        "heads": any(paths.get(f"bwd_convert_{name}.cu", {}).get("slopes_of_heads") for name in ("sums", "heads")),
     }
     main = paths.get("bwd_weights.cu", paths.get("bwd.cu"))
     found["diagonals"] = main["dbias"] == Dbias.DIAGONALS
     assert sums.split() == [what for what, holds in found.items() if holds]
+
+
+BIG = {"n_queries": 4096, "n_keys": 4096, "heads": 8}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("name", "changes", "launches", "beside"),
+    [
+        ("unread", {}, 3, True),
+        ("alibi", {}, 3, True),
+        ("key_bias", {"mask": columns_of}, 3, True),
+        ("relative_table", {}, 3, True),
+        ("relative_table", DROPPED, 5, False),  # a pass along diagonals counts tiles of its own
+        ("head_temperature", {}, 5, True),  # an array read twice, and another
+        ("row_temperature", {}, 4, True),
+        ("graph", {}, 4, True),
+        ("grid", DROPPED, 4, True),
+        ("head_factor", {}, 3, False),
+        ("alibi", BIG, 4, False),
+        ("relative_table", BIG, 4, False),
+    ],
+)
+def test_the_last_sum_is_made_beside_the_conversion(driver, name, changes, launches, beside, head_dim, deterministic):
+    case = Case("beside", head_dim=head_dim, **{"n_queries": 400, "n_keys": 500, **changes})
+    unread = scores.Score(lambda s, b, h, i, j, x: s, (np.ones(3, np.float32),))
+    score = unread if name == "unread" else scores.SCORES[name](case)
+    call = scored(prepared(case, "backward", kernel="sm90", deterministic=deterministic), score)
+    sequence = launch_sequence(*call[:3])
+    done, places = driver.run(sequence, call.addresses, call.masks, call.state, capturing=True)
+    last, results = done[-1].argument, dict(zip(sequence.results, places, strict=False))
+    assert len(sequence._kernels) == launches and done[-1].path.endswith("_sums.cu") == beside
+    assert last["dq_acc"] and last["dq.data"] == results["dq"]
+    if beside:
+        assert last["result"] == results[max(name for name in results if "score" in name)]
+        blocks = -(-int(last["size"]) // int(last["owned"]))
+        assert done[-1].grid == (blocks + 4 * int(last["row_tiles"]),)
+        _, path, _, constants, *_, traced = sequence._kernels[-1]._found
+        (used,) = kernel_resources(path, constants, ARCH, traced).values()
+        assert used.stack == 0, used
 
 
 @pytest.mark.parametrize("dlse", [False, True])
