@@ -1,7 +1,7 @@
 """Attention over the GPUs of this machine, or of a launcher's ranks, beside one GPU of the same run.
 
     python -m bench.distributed                        # a thread for each GPU
-    mpiexec -n 2 python -m bench.distributed           # a process for each, NCCL between them
+    mpiexec -n 2 python -m bench.distributed           # a process for each
     torchrun --nproc-per-node 2 -m bench.distributed   # the same, and the peers of bench/peers/ranks.py beside it
     python -m bench.distributed --simulate 2 8 64      # what more GPUs would do, by the plan's model
     python -m bench.distributed --device cpu --tiny    # a toy
