@@ -175,8 +175,8 @@ SECTIONS = {
         "Two GPUs: half of one's time over theirs",
         ("distributed",),
         ("distributed",),
-        "Head dimension 128, bfloat16; query and key heads.  By mpiexec, a process for each GPU, messages by NCCL; "
-        "both GPUs are busy while one's time is taken, of which the longer counts.",
+        "Head dimension 128, bfloat16; query and key heads.  By mpiexec, a process for each GPU; both GPUs are "
+        "busy while one's time is taken, of which the longer counts.",
         table=ranks,
         details=ranks_of_all,
     ),
@@ -184,7 +184,7 @@ SECTIONS = {
         "Two GPUs: the time of others over cuattn's",
         ("distributed",),
         ("distributed-peers",),
-        "By torchrun, messages by PyTorch's NCCL for all.  Ulysses, written by hand, exchanges heads for rows around "
+        "By torchrun; the others' messages by PyTorch's NCCL.  Ulysses, written by hand, exchanges heads for rows around "
         "PyTorch's attention or FlashAttention-3; PyTorch's own context parallel takes full and causal masks.",
         table=beside_ranks,
     ),
