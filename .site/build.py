@@ -154,10 +154,12 @@ def write_gallery(folder):
         text = [f"# {title}", about, further, f"![{title}](../pictures/{picture}.png)", command]
         code = f"```python\n{path.read_text()}```\n"
         write(folder, f"gallery/{path.stem}.md", "\n\n".join([*filter(None, text), code]))
-        shown.append(f"[![{title}](../pictures/{picture}.png)]({path.stem}.md)\n\n[{title}]({path.stem}.md)")
+        seen = f"[![{title}](../pictures/{picture}.png)]({path.stem}.md)\n\n[{title}]({path.stem}.md)"
+        shown.append(f"```{{container}} example\n{seen}\n```")
     about = "Examples from the sciences, each of a screen of code and some seconds on a CPU: `python -m bench.gallery`."
     names = contents(*(path.stem for path, _ in examples.values()))
-    write(folder, "gallery/index.md", "\n\n".join(["# Gallery", about, names, *shown, ""]))
+    grid = "\n".join(["````{container} examples", *shown, "````"])
+    write(folder, "gallery/index.md", "\n\n".join(["# Gallery", about, names, grid, ""]))
 
 
 def main():

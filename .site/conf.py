@@ -25,7 +25,8 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "header_links_before_dropdown": 6,
 }
-html_sidebars = {"index": []}
+html_context = {"default_mode": "auto"}
+html_sidebars = {"index": [], "search": []}
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
 
