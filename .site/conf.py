@@ -34,6 +34,7 @@ autosummary_generate = True
 default_role = "autolink"
 highlight_language = "text"
 autodoc_typehints = "none"
+toc_object_entries_show_parents = "hide"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 
