@@ -111,7 +111,7 @@ def attention(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -188,7 +188,7 @@ def forward(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -198,7 +198,7 @@ def forward(
     kernel: str | None = None,
     out_dtype: Any = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> Forward:
     """Compute exact attention and keep what a backward pass or a merge needs.
 
@@ -266,7 +266,7 @@ def backward(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -277,7 +277,7 @@ def backward(
     out_dtype: Any = None,
     dlse: ArrayT | None = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> Gradients:
     """Compute the gradients of attention, recomputing the scores from q, k and the forward's statistics.
 
@@ -366,7 +366,7 @@ def gradients(call: Call, results: list[Any]) -> Gradients:
     return made
 
 
-def merge(*parts: Any, out: tuple | None = None) -> Any:
+def merge(*parts: Any, out: tuple[Any, ...] | None = None) -> Any:
     """Combine forwards over disjoint sets of keys into the forward over their union.
 
     Parameters
@@ -445,7 +445,7 @@ def plan(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,

@@ -36,7 +36,7 @@ def jvp(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -46,7 +46,7 @@ def jvp(
     kernel: str | None = None,
     out_dtype: Any = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> Jvp:
     """Compute exact attention and its derivative along tangents of the operands, in one pass.
 
@@ -121,7 +121,7 @@ def backward_jvp(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -132,7 +132,7 @@ def backward_jvp(
     out_dtype: Any = None,
     dlse: ArrayT | None = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> tuple[Gradients, Gradients]:
     """Compute the gradients of attention and their derivatives along tangents of the operands and of do.
 
@@ -239,7 +239,7 @@ def double_backward(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -250,7 +250,7 @@ def double_backward(
     out_dtype: Any = None,
     dlse: ArrayT | None = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> DoubleGradients:
     """Compute the gradients of :func:`backward`: of ``sum(gdq * dq) + sum(gdk * dk) + ...`` by all that it was given.
 

@@ -47,7 +47,8 @@ J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as
 """
 
 import secrets
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,7 +100,7 @@ class RNGState(NamedTuple):
         return self.seed & 0xFFFFFFFF, self.seed >> 32
 
 
-def round_keys(key, rounds=ROUNDS):
+def round_keys(key: Sequence[Any], rounds: int = ROUNDS) -> list[tuple[Any, Any]]:
     """Return the key of each round of Philox4x32.
 
     Parameters
@@ -127,7 +128,7 @@ def round_keys(key, rounds=ROUNDS):
     return [((low + r * _WEYL_0) & 0xFFFFFFFF, (high + r * _WEYL_1) & 0xFFFFFFFF) for r in range(rounds)]
 
 
-def philox4x32(counter, key, rounds=10):
+def philox4x32(counter: Sequence[Any], key: Sequence[Any], rounds: int = 10) -> np.ndarray:
     """Apply the Philox4x32 bijection to a 128-bit counter, or to arrays of counters.
 
     Parameters
@@ -163,7 +164,7 @@ def philox4x32(counter, key, rounds=10):
     return np.array(np.broadcast_arrays(x0, x1, x2, x3), np.uint32)
 
 
-def threshold(dropout_p):
+def threshold(dropout_p: float) -> int:
     """Convert a dropout probability to the threshold T that draws are compared with.
 
     Parameters
@@ -202,7 +203,7 @@ def threshold(dropout_p):
     return level
 
 
-def draws(state, b, rows, keys):
+def draws(state: RNGState, b: int, rows: tuple[int, int], keys: tuple[int, int]) -> np.ndarray:
     """Draw the 16-bit numbers of a tile of elements.
 
     Parameters
@@ -239,7 +240,7 @@ def draws(state, b, rows, keys):
     return _unfold(_words(state, b, *blocks))[crop]
 
 
-def keep(state, T, b, row_range, key_range):
+def keep(state: RNGState, T: int, b: int, row_range: tuple[int, int], key_range: tuple[int, int]) -> np.ndarray:
     """Decide which elements of a tile dropout keeps.
 
     Parameters
@@ -276,7 +277,7 @@ def keep(state, T, b, row_range, key_range):
     return keep_blocks(state, T, b, *blocks)[crop]
 
 
-def keep_blocks(state, T, b, row_blocks, key_blocks):
+def keep_blocks(state: RNGState, T: int, b: int, row_blocks: Any, key_blocks: Any) -> np.ndarray:
     """Decide which elements of a tile made of blocks from anywhere in the whole problem dropout keeps.
 
     Parameters
@@ -321,7 +322,7 @@ def keep_blocks(state, T, b, row_blocks, key_blocks):
     return _unfold(words >= np.uint16(T))  # comparing before unfolding moves bytes instead of 16-bit words
 
 
-def recorded(state, name="fwd.rng_state"):
+def recorded(state: Any, name: str = "fwd.rng_state") -> RNGState:
     """Check a random state that a forward is said to have used, so that a backward can draw the same again.
 
     Parameters
@@ -359,7 +360,7 @@ def recorded(state, name="fwd.rng_state"):
     return _checked(name, state, "an RNGState")
 
 
-def resolve(rng):
+def resolve(rng: Any) -> RNGState:
     """Turn what a caller may pass as `rng` into a state.
 
     Parameters

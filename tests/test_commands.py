@@ -75,5 +75,10 @@ def test_commands(command, folder):
 
 
 def test_commands_are_found():
-    some = "python -m cuattn --no-check", "python -m cuattn --version", "python -m bench.redraw", "mpiexec -n 8 python program.py"
+    some = (
+        "python -m cuattn --no-check",
+        "python -m cuattn --version",
+        "python -m bench.redraw",
+        "mpiexec -n 8 python program.py",
+    )
     assert set(some) <= set(shown())

@@ -29,7 +29,7 @@ class DistributedError(CuattnError, RuntimeError):
     """
 
     def __init__(self, message: str, ranks: Mapping[int, str] | None = None) -> None:
-        self.ranks = dict(ranks or {})
+        self.ranks: dict[int, str] = dict(ranks or {})
         told = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(self.ranks.items()))
         super().__init__(message + told)
 

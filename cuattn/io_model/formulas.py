@@ -3,7 +3,7 @@
 from cuattn.io_model.sizes import MASK_VECTORS, cdiv
 
 
-def theorem_2_standard(n, d):
+def theorem_2_standard(n: int, d: int) -> int:
     """Return N d + N^2: standard attention's HBM accesses are Theta of it, forward (Theorem 2) and backward (5).
 
     Parameters
@@ -30,7 +30,7 @@ def theorem_2_standard(n, d):
     return n * d + n * n
 
 
-def theorem_2_flash(n, d, m):
+def theorem_2_flash(n: int, d: int, m: int) -> float:
     """Return N^2 d^2 / M: FlashAttention's HBM accesses are Theta of it, forward (Theorem 2) and backward (5).
 
     Parameters
@@ -57,7 +57,7 @@ def theorem_2_flash(n, d, m):
     return n * n * d * d / m
 
 
-def proposition_4(n, d, m, s):
+def proposition_4(n: int, d: int, m: int, s: float) -> float:
     """Return N d + s N^2 d^2 / M: block-sparse FlashAttention's accesses are Theta of it (Proposition 4).
 
     Parameters
@@ -85,7 +85,7 @@ def proposition_4(n, d, m, s):
     return n * d + s * theorem_2_flash(n, d, m)
 
 
-def lecture_forward(n, d, m, s=1):
+def lecture_forward(n: int, d: int, m: int, s: float = 1) -> float:
     """Return the lecture's s (12 N^2 d^2 / M + 16 N^2 d / M) + 3 N d for Algorithm 1 (outer loop over K, V) and 5.
 
     Parameters
@@ -127,7 +127,7 @@ def lecture_forward(n, d, m, s=1):
     return s * (12 * n * n * d * d / m + 16 * n * n * d / m) + 3 * n * d
 
 
-def lecture_swapped_forward(n, d, m):
+def lecture_swapped_forward(n: int, d: int, m: int) -> float:
     """Return the lecture's 8 N^2 d^2 / M + 3 N d + 2 N for the swapped loops (outer loop over Q, O on chip).
 
     Parameters
@@ -163,7 +163,7 @@ def lecture_swapped_forward(n, d, m):
     return 8 * n * n * d * d / m + 3 * n * d + 2 * n
 
 
-def flashmask_vectors(n, b_r):
+def flashmask_vectors(n: int, b_r: int) -> int:
     """Return 4 T_r N: the most that FlashMask's forward reads of its four mask vectors (section 4.3).
 
     Every block of B_r rows reads the vectors of all keys: less than the N^2 of a dense mask by the factor B_r / 4.

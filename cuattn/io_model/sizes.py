@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
     upper: np.ndarray
 
 
-def block_sizes(n, d, m, square=False):
+def block_sizes(n: int, d: int, m: int, square: bool = False) -> Blocks:
     """Return the papers' block sizes, B_c = ceil(M / 4d) and B_r = min(ceil(M / 4d), d).
 
     Parameters

@@ -36,7 +36,7 @@ def attention(
     mask: Any = None,
     bias: jax.Array | None = None,
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -78,8 +78,8 @@ class FunctionMask(Mask):
     """
 
     kind = "function"
-    cuda = CudaHalf(32, 1, "function", "function", function_tables, function_kernels)
-    elements = CudaHalf(16, 1, "function", None, element_tables, function_kernels)
+    cuda: ClassVar[CudaHalf | None] = CudaHalf(32, 1, "function", "function", function_tables, function_kernels)
+    elements: ClassVar[CudaHalf | None] = CudaHalf(16, 1, "function", None, element_tables, function_kernels)
     _parameter_names = ("_bound", "n_queries", "leading", "_first")
     _bound: Bound  # a Frozen, unless it reads a caller's arrays on a GPU
     _first: tuple[int, int]  # b and h of the first matrix

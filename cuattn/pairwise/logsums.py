@@ -50,7 +50,7 @@ def softmin(
     *,
     eps: Any,
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> Any:
@@ -111,7 +111,7 @@ def softmin_backward(
     *,
     eps: Any,
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> SoftminGradients:
@@ -190,7 +190,7 @@ def log_density(
     bandwidth: Any,
     log_weights: Any = None,
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> Any:

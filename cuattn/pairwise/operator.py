@@ -22,7 +22,7 @@ def linear_operator(
     ridge: float = 0.0,
     kernel_function: str = "gaussian",
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> Any:

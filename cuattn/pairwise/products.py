@@ -99,7 +99,7 @@ def matvec(
     bandwidth: Any,
     kernel_function: str = "gaussian",
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> Any:
@@ -164,7 +164,7 @@ def matvec_backward(
     bandwidth: Any,
     kernel_function: str = "gaussian",
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> MatvecGradients:

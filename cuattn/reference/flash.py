@@ -5,7 +5,10 @@ Algorithm 1 is Algorithm 2 without tau, mask and dropout; block-sparse attention
 same with one `if`.
 """
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn import rng as random
 from cuattn.errors import ArgumentError
@@ -22,8 +25,19 @@ from cuattn.reference.steps import (
 
 
 def flash_forward(
-    q, k, v, M, *, blocks=None, scale=None, mask=None, dropout_p=0.0, rng=None, b=0, dtype=np.float64
-):  # fmt: skip
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    M: int,
+    *,
+    blocks: ArrayLike | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    b: int = 0,
+    dtype: DTypeLike = np.float64,
+) -> Forward:
     """Run Algorithm 2, FlashAttention's forward; with `blocks` Algorithm 5; with scale=1 alone Algorithm 1.
 
     Parameters
@@ -96,7 +110,21 @@ def flash_forward(
     return Forward(*hbm.take("O", "l", "m"), options.state, hbm.counts)
 
 
-def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, dropout_p=0.0, b=0, dtype=np.float64):
+def flash_backward(
+    do: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    fwd: Forward,
+    M: int,
+    *,
+    blocks: ArrayLike | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    b: int = 0,
+    dtype: DTypeLike = np.float64,
+) -> Backward:
     """Run Algorithm 4, FlashAttention's backward, which computes S and P again from l and m.
 
     Parameters

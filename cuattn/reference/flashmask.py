@@ -4,9 +4,10 @@ Row i may not see key j when LTS[j] <= i < LTE[j] or UTS[j] <= i < UTE[j].  The 
 over a block of keys, eight numbers, tell which tiles are skipped and which need no element test (eq. 4).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn.io_model import Tiles
 from cuattn.reference.steps import (
@@ -32,7 +33,16 @@ class FlashMaskForward(NamedTuple):
     counts: Counts
 
 
-def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
+def flashmask_forward(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    mask: Any,
+    M: int,
+    *,
+    scale: float | None = None,
+    dtype: DTypeLike = np.float64,
+) -> FlashMaskForward:
     """Run FlashMask's Algorithm 1.
 
     Parameters
@@ -109,7 +119,18 @@ def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
     return FlashMaskForward(*hbm.take("O", "L"), tiles, hbm.counts)
 
 
-def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float64):
+def flashmask_backward(
+    do: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    fwd: FlashMaskForward,
+    mask: Any,
+    M: int,
+    *,
+    scale: float | None = None,
+    dtype: DTypeLike = np.float64,
+) -> Backward:
     """Run FlashMask's Algorithm 2.
 
     Parameters

@@ -8,6 +8,7 @@ the blocks of Algorithm 1, so that every tile fits as it does there.
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn.reference.steps import Backward, Counts, blocks, softmax_tile, start
 
@@ -20,7 +21,9 @@ class StandardForward(NamedTuple):
     counts: Counts
 
 
-def standard_forward(q, k, v, M, *, dtype=np.float64):
+def standard_forward(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, M: int, *, dtype: DTypeLike = np.float64
+) -> StandardForward:
     """Run Algorithm 0: S = Q K^T, P = softmax(S), O = P V, each step a kernel of its own.
 
     Parameters
@@ -71,7 +74,9 @@ def standard_forward(q, k, v, M, *, dtype=np.float64):
     return StandardForward(*hbm.take("O", "P"), hbm.counts)
 
 
-def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
+def standard_backward(
+    do: ArrayLike, q: ArrayLike, k: ArrayLike, v: ArrayLike, p: ArrayLike, M: int, *, dtype: DTypeLike = np.float64
+) -> Backward:
     """Run Algorithm 3: the gradients of Algorithm 0 from P in HBM.
 
     Parameters

@@ -4,9 +4,10 @@ A tile of scores S has a tangent, T = tau (tQ K^T + Q tK^T).  Beside O, l and m 
 that of the logsumexp: the mean of T under the softmax.  Twice the arrays share the chip, so blocks are those of M / 2.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn.reference.flash import Options
 from cuattn.reference.steps import Counts, exp_minus, reciprocal, softmax_tile, start
@@ -38,8 +39,22 @@ class BackwardJvp(NamedTuple):
 
 
 def flash_jvp(
-    q, k, v, tq, tk, tv, M, *, blocks=None, scale=None, mask=None, dropout_p=0.0, rng=None, b=0, dtype=np.float64
-):  # fmt: skip
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    tq: ArrayLike,
+    tk: ArrayLike,
+    tv: ArrayLike,
+    M: int,
+    *,
+    blocks: ArrayLike | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    b: int = 0,
+    dtype: DTypeLike = np.float64,
+) -> Jvp:
     """Run Algorithm 2 or, with `blocks`, 5, with its derivative along tangents.
 
     Parameters
@@ -111,8 +126,24 @@ def update(S_ij, T_ij, V_j, tV_j, O_i, tO_i, l_i, m_i, mu_i, Z_ij=1):
 
 
 def flash_backward_jvp(
-    do, q, k, v, jvp, tdo, tq, tk, tv, M, *, blocks=None, scale=None, mask=None, dropout_p=0.0, b=0, dtype=np.float64
-):  # fmt: skip
+    do: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    jvp: Jvp,
+    tdo: ArrayLike,
+    tq: ArrayLike,
+    tk: ArrayLike,
+    tv: ArrayLike,
+    M: int,
+    *,
+    blocks: ArrayLike | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    b: int = 0,
+    dtype: DTypeLike = np.float64,
+) -> BackwardJvp:
     """Run Algorithm 4 with its derivative along tangents: every product of it becomes two more.
 
     Parameters

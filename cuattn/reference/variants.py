@@ -8,12 +8,13 @@ summaries of a chunk of queries at the end (appendix B.5 of the FlashAttention p
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn.reference.flash import update
 from cuattn.reference.steps import Counts, Forward, empty_rows, softmax_tile, start
 
 
-def swapped_forward(q, k, v, M, *, dtype=np.float64):
+def swapped_forward(q: ArrayLike, k: ArrayLike, v: ArrayLike, M: int, *, dtype: DTypeLike = np.float64) -> Forward:
     """Run Algorithm 1 with its loops swapped and B_r = B_c = ceil(M / 4d).
 
     Parameters
@@ -73,7 +74,9 @@ class RabeStaatsForward(NamedTuple):
     counts: Counts
 
 
-def rabe_staats_forward(q, k, v, M, *, dtype=np.float64):
+def rabe_staats_forward(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, M: int, *, dtype: DTypeLike = np.float64
+) -> RabeStaatsForward:
     """Run the chunked forward, with chunks of the size that Algorithm 1 would take.
 
     Parameters

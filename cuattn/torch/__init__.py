@@ -25,7 +25,7 @@ def attention(
     mask: Any = None,
     bias: torch.Tensor | None = None,
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
