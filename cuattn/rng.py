@@ -89,6 +89,15 @@ class RNGState(NamedTuple):
         One word of the counter, 0 <= offset < 2**32: states with equal seeds and different offsets draw
         independently.  On the GPU it may be a 0-d array of 32- or 64-bit integers on the device, of which the kernel
         reads the low word, so that a replayed graph can advance it.
+
+    See Also
+    --------
+    resolve : Makes one of a seed or a generator.
+
+    Examples
+    --------
+    >>> RNGState(42).key
+    (42, 0)
     """
 
     seed: int
@@ -112,12 +121,12 @@ def round_keys(key: Sequence[Any], rounds: int = ROUNDS) -> list[tuple[Any, Any]
 
     Returns
     -------
-    keys : list of (int, int) or of (ndarray, ndarray)
+    list of (int, int) or of (ndarray, ndarray)
         The words (k[0], k[1]) that each round takes, in the type of `key`.
 
     See Also
     --------
-    philox4x32 : uses them.
+    philox4x32 : Uses them.
 
     Examples
     --------
@@ -142,12 +151,12 @@ def philox4x32(counter: Sequence[Any], key: Sequence[Any], rounds: int = 10) -> 
 
     Returns
     -------
-    words : ndarray, (4, ...), uint32
+    ndarray, (4, ...), uint32
         The four output words; the other axes are those of the broadcast counter and key.
 
     See Also
     --------
-    draws : the 16-bit numbers that are made of it.
+    draws : The 16-bit numbers that are made of it.
 
     Examples
     --------
@@ -174,7 +183,7 @@ def threshold(dropout_p: float) -> int:
 
     Returns
     -------
-    T : int
+    int
         ``round(dropout_p * 65536)``, ties to even, in [0, 65535].  0 means that there is no dropout, also when
         a probability below 2**-17 was asked for.
 
@@ -187,7 +196,7 @@ def threshold(dropout_p: float) -> int:
 
     See Also
     --------
-    keep : decides by it.
+    keep : Decides by it.
 
     Examples
     --------
@@ -218,7 +227,7 @@ def draws(state: RNGState, b: int, rows: tuple[int, int], keys: tuple[int, int])
 
     Returns
     -------
-    draw : ndarray, (stop - start of rows, stop - start of keys), uint16
+    ndarray, (stop - start of rows, stop - start of keys), uint16
         The draw of each element, as the module's contract defines it.
 
     Raises
@@ -228,7 +237,7 @@ def draws(state: RNGState, b: int, rows: tuple[int, int], keys: tuple[int, int])
 
     See Also
     --------
-    keep : compares them with a threshold.
+    keep : Compares them with a threshold.
 
     Examples
     --------
@@ -254,7 +263,7 @@ def keep(state: RNGState, T: int, b: int, row_range: tuple[int, int], key_range:
 
     Returns
     -------
-    kept : ndarray, (rows, keys), bool
+    ndarray, (rows, keys), bool
         True where the element stays (and is scaled by 65536 / (65536 - T)).
 
     Raises
@@ -264,8 +273,8 @@ def keep(state: RNGState, T: int, b: int, row_range: tuple[int, int], key_range:
 
     See Also
     --------
-    keep_blocks : of blocks from anywhere.
-    threshold : of a probability.
+    keep_blocks : Of blocks from anywhere.
+    threshold : Of a probability.
 
     Examples
     --------
@@ -289,7 +298,7 @@ def keep_blocks(state: RNGState, T: int, b: int, row_blocks: Any, key_blocks: An
 
     Returns
     -------
-    kept : ndarray, (16 I, 16 J), bool
+    ndarray, (16 I, 16 J), bool
         True where the element stays.
 
     Raises
@@ -299,7 +308,7 @@ def keep_blocks(state: RNGState, T: int, b: int, row_blocks: Any, key_blocks: An
 
     See Also
     --------
-    keep : of one range of rows and keys.
+    keep : Of one range of rows and keys.
 
     Examples
     --------
@@ -334,7 +343,7 @@ def recorded(state: Any, name: str = "fwd.rng_state") -> RNGState:
 
     Returns
     -------
-    state : RNGState
+    RNGState
         As :func:`resolve` returns it.
 
     Raises
@@ -346,7 +355,7 @@ def recorded(state: Any, name: str = "fwd.rng_state") -> RNGState:
 
     See Also
     --------
-    resolve : takes what users give.
+    resolve : Takes what users give.
 
     Examples
     --------
@@ -370,7 +379,7 @@ def resolve(rng: Any) -> RNGState:
 
     Returns
     -------
-    state : RNGState
+    RNGState
         Python integers, within the limits; an offset that is a 0-d integer array on a device stays as it is.
 
     Raises
@@ -382,7 +391,7 @@ def resolve(rng: Any) -> RNGState:
 
     See Also
     --------
-    RNGState : what it returns.
+    RNGState : What it returns.
 
     Examples
     --------

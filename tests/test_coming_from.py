@@ -55,8 +55,8 @@ def test_every_page_has_a_table():
     assert len(PAGES) == 8 and len(ROWS) > 60
 
 
-# flash-attn cannot be installed without CUDA's compiler, and xformers has no function for the CPU: what their pages use of
-# them, by the textbook.  Biases are xformers' own where it is installed.
+# flash-attn cannot be installed without CUDA's compiler, and xformers has no function for the CPU: what their pages use
+# of them, by the textbook.  Biases are xformers' own where it is installed.
 
 
 def _textbook(q, k, v, visible, *, scale=None, softcap=0.0, bias=0.0):

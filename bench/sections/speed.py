@@ -77,7 +77,7 @@ def speed(rows):
 
 
 def said(rows):
-    """Return the conclusions in words, with the strongest rival of each part, and a list of what is slower on average."""
+    """Return the conclusions in words, with the strongest rivals, and a list of what is slower on average."""
     found = sorted_out(rows)
     behind = found[found["ratio"] < 1 - NOISE]
     means = {key: statistics.geometric_mean(x) for key, x in by_area(found).items()}

@@ -26,6 +26,18 @@ class DistributedError(CuattnError, RuntimeError):
     ----------
     ranks : dict of int to str
         What is known of each rank that has a part in it.
+
+    See Also
+    --------
+    Comm : `check` and `timeout` of those that `connect` makes.
+
+    Examples
+    --------
+    >>> from cuattn.distributed import DistributedError
+    >>> print(DistributedError("scale differs", {0: "0.5", 1: "1.5"}))
+    scale differs
+      rank 0: 0.5
+      rank 1: 1.5
     """
 
     def __init__(self, message: str, ranks: Mapping[int, str] | None = None) -> None:
@@ -54,13 +66,20 @@ class Comm(Protocol):
 
     See Also
     --------
-    connect : makes one of processes.
-    spawn : makes them of threads.
+    connect : Makes one of processes.
+    spawn : Makes them of threads.
 
     Notes
     -----
     Two more attributes are read if it has them: `local_size`, how many ranks share this machine, by default all; and
     `sm_margin`, how many multiprocessors kernels leave to messages that could not begin beside them, by default none.
+
+    Examples
+    --------
+    >>> from cuattn.distributed import Comm, connect
+    >>> with connect() as comm:
+    ...     isinstance(comm, Comm), comm.rank, comm.size
+    (True, 0, 1)
     """
 
     rank: int

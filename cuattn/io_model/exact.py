@@ -22,13 +22,13 @@ def standard_forward(n: int, d: int, m: int | None = None) -> Traffic:
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.standard_forward : counts them as it computes.
-    theorem_2_standard : the paper's expression.
+    cuattn.reference.standard_forward : Counts them as it computes.
+    theorem_2_standard : The paper's expression.
 
     Notes
     -----
@@ -58,12 +58,12 @@ def standard_backward(n: int, d: int, m: int | None = None) -> Traffic:
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.standard_backward : counts them as it computes.
+    cuattn.reference.standard_backward : Counts them as it computes.
 
     Notes
     -----
@@ -97,13 +97,13 @@ def flash_forward(n: int, d: int, m: int, dropout: bool = False, mask: bool = Fa
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flash_forward : counts them as it computes.
-    theorem_2_flash : the paper's expression.
+    cuattn.reference.flash_forward : Counts them as it computes.
+    theorem_2_flash : The paper's expression.
 
     Notes
     -----
@@ -142,12 +142,12 @@ def flash_backward(n: int, d: int, m: int, dropout: bool = False, mask: bool = F
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flash_backward : counts them as it computes.
+    cuattn.reference.flash_backward : Counts them as it computes.
 
     Notes
     -----
@@ -183,12 +183,12 @@ def flash_jvp(n: int, d: int, m: int, dropout: bool = False, mask: bool = False,
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flash_jvp : counts them as it computes.
+    cuattn.reference.flash_jvp : Counts them as it computes.
 
     Notes
     -----
@@ -223,12 +223,12 @@ def flash_backward_jvp(
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flash_backward_jvp : counts them as it computes.
+    cuattn.reference.flash_backward_jvp : Counts them as it computes.
 
     Notes
     -----
@@ -266,12 +266,12 @@ def swapped_forward(n: int, d: int, m: int) -> Traffic:
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.swapped_forward : counts them as it computes.
+    cuattn.reference.swapped_forward : Counts them as it computes.
 
     Examples
     --------
@@ -293,12 +293,12 @@ def rabe_staats_forward(n: int, d: int, m: int) -> Traffic:
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.rabe_staats_forward : counts them as it computes.
+    cuattn.reference.rabe_staats_forward : Counts them as it computes.
 
     Notes
     -----
@@ -328,12 +328,12 @@ def flashmask_forward(n: int, d: int, m: int, tiles: Tiles) -> Traffic:
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flashmask_forward : counts them as it computes.
+    cuattn.reference.flashmask_forward : Counts them as it computes.
 
     Notes
     -----
@@ -369,12 +369,12 @@ def flashmask_backward(n: int, d: int, m: int, tiles: Tiles) -> Traffic:
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flashmask_backward : counts them as it computes.
+    cuattn.reference.flashmask_backward : Counts them as it computes.
 
     Notes
     -----

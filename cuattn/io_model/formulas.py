@@ -13,13 +13,13 @@ def theorem_2_standard(n: int, d: int) -> int:
 
     Returns
     -------
-    accesses : int
+    int
         The expression, without the constant that Theta hides.
 
     See Also
     --------
-    standard_forward : the exact count.
-    theorem_2_flash : with tiling.
+    standard_forward : The exact count.
+    theorem_2_flash : With tiling.
 
     Examples
     --------
@@ -40,13 +40,13 @@ def theorem_2_flash(n: int, d: int, m: int) -> float:
 
     Returns
     -------
-    accesses : float
+    float
         The expression, without the constant that Theta hides.
 
     See Also
     --------
-    flash_forward : the exact count.
-    theorem_2_standard : without tiling.
+    flash_forward : The exact count.
+    theorem_2_standard : Without tiling.
 
     Examples
     --------
@@ -69,12 +69,12 @@ def proposition_4(n: int, d: int, m: int, s: float) -> float:
 
     Returns
     -------
-    accesses : float
+    float
         The expression, without the constant that Theta hides.
 
     See Also
     --------
-    theorem_2_flash : without a block mask.
+    theorem_2_flash : Without a block mask.
 
     Examples
     --------
@@ -97,13 +97,13 @@ def lecture_forward(n: int, d: int, m: int, s: float = 1) -> float:
 
     Returns
     -------
-    accesses : float
+    float
         Elements read and written.
 
     See Also
     --------
-    lecture_swapped_forward : with the loops swapped.
-    flash_forward : the exact count.
+    lecture_swapped_forward : With the loops swapped.
+    flash_forward : The exact count.
 
     Notes
     -----
@@ -137,13 +137,13 @@ def lecture_swapped_forward(n: int, d: int, m: int) -> float:
 
     Returns
     -------
-    accesses : float
+    float
         Elements read and written.
 
     See Also
     --------
-    lecture_forward : the paper's order of loops.
-    swapped_forward : the exact count.
+    lecture_forward : The paper's order of loops.
+    swapped_forward : The exact count.
 
     Notes
     -----
@@ -178,12 +178,12 @@ def flashmask_vectors(n: int, b_r: int) -> int:
 
     Returns
     -------
-    reads : int
+    int
         Elements read, when every tile is partial.
 
     See Also
     --------
-    flashmask_forward : accesses of the whole algorithm.
+    flashmask_forward : Accesses of the whole algorithm.
 
     Examples
     --------

@@ -206,8 +206,8 @@ class BooleanMask(CellMask):
 
     See Also
     --------
-    ColumnMask : the same in O(N), where two intervals a key suffice.
-    BlockMask : whole blocks.
+    ColumnMask : The same in O(N), where two intervals a key suffice.
+    BlockMask : Whole blocks.
 
     Examples
     --------

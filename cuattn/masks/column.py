@@ -47,9 +47,9 @@ class ColumnMask(IntervalMask):
 
     See Also
     --------
-    from_function : makes one of a Python function that is one.
-    causal_document : a constructor; the others stand beside it.
-    BlockMask : whole blocks.
+    from_function : Makes one of a Python function that is one.
+    causal_document : A constructor; the others stand beside it.
+    BlockMask : Whole blocks.
 
     Notes
     -----

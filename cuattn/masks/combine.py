@@ -40,8 +40,8 @@ class AllOf(Mask):
 
     See Also
     --------
-    ColumnMask : two intervals a key, which the AND of two often is.
-    BooleanMask : element by element.
+    ColumnMask : Two intervals a key, which the AND of two often is.
+    BooleanMask : Element by element.
 
     Notes
     -----

@@ -54,8 +54,8 @@ class FunctionMask(Mask):
 
     See Also
     --------
-    from_function : makes one.
-    ColumnMask : what a function becomes where it can.
+    from_function : Makes one.
+    ColumnMask : What a function becomes where it can.
 
     Notes
     -----
@@ -257,8 +257,8 @@ def from_function(
 
     See Also
     --------
-    FunctionMask : what it returns where no ColumnMask says the same.
-    ColumnMask.from_dense : makes a mask of a boolean array.
+    FunctionMask : What it returns where no ColumnMask says the same.
+    ColumnMask.from_dense : Makes a mask of a boolean array.
 
     Examples
     --------

@@ -50,7 +50,7 @@ def flash_forward(
         The block sparsity mask, for the blocks of :func:`cuattn.io_model.block_sizes`: rows of block i see keys of
         block j where it is true.  `mask` applies inside the nonzero blocks.
     scale : float, optional
-        tau; d**-0.5 by default.
+        The papers' tau; d**-0.5 by default.
     mask : callable or array_like of bool, (N, N), optional
         What may be seen: a function of row and key indices (i, j), evaluated on the chip, or an array in HBM whose
         tiles are loaded and counted.
@@ -65,7 +65,7 @@ def flash_forward(
 
     Returns
     -------
-    forward : Forward
+    Forward
         O, l, m, the random state (None without dropout) and the accesses: Theta(N^2 d^2 / M), or
         Theta(N d + s N^2 d^2 / M) for a share s of nonzero blocks.
 
@@ -78,8 +78,8 @@ def flash_forward(
 
     See Also
     --------
-    swapped_forward : with queries outside.
-    cuattn.forward : for speed.
+    swapped_forward : With queries outside.
+    cuattn.forward : For speed.
 
     Examples
     --------
@@ -140,8 +140,8 @@ def flash_backward(
 
     Returns
     -------
-    backward : Backward
-        dQ, dK, dV and the accesses: Theta(N^2 d^2 / M), or Theta(N d + s N^2 d^2 / M) with `blocks`.
+    Backward
+        The gradients dQ, dK, dV and the accesses: Theta(N^2 d^2 / M), or Theta(N d + s N^2 d^2 / M) with `blocks`.
 
     Raises
     ------
@@ -150,8 +150,8 @@ def flash_backward(
 
     See Also
     --------
-    flash_forward : gives what it takes.
-    cuattn.backward : for speed.
+    flash_forward : Gives what it takes.
+    cuattn.backward : For speed.
 
     Examples
     --------

@@ -25,7 +25,19 @@ _VECTORS = "LTS", "LTE", "UTS", "UTE"
 
 
 class FlashMaskForward(NamedTuple):
-    """O (N, d), the logsumexp L (N,), -inf in an empty row, what was done with each tile, and the accesses."""
+    """O (N, d), the logsumexp L (N,), -inf in an empty row, what was done with each tile, and the accesses.
+
+    See Also
+    --------
+    flashmask_forward : Returns one.
+
+    Examples
+    --------
+    >>> from cuattn import masks
+    >>> x = np.ones((8, 2))
+    >>> flashmask_forward(x, x, x, masks.causal(8), 16).o.shape
+    (8, 2)
+    """
 
     o: np.ndarray
     lse: np.ndarray
@@ -61,7 +73,7 @@ def flashmask_forward(
 
     Returns
     -------
-    forward : FlashMaskForward
+    FlashMaskForward
         O, the logsumexp L, what was done with each tile, and the accesses.
 
     Raises
@@ -73,8 +85,8 @@ def flashmask_forward(
 
     See Also
     --------
-    cuattn.io_model.flashmask_forward : predicts its counts.
-    cuattn.forward : for speed.
+    cuattn.io_model.flashmask_forward : Predicts its counts.
+    cuattn.forward : For speed.
 
     Examples
     --------
@@ -148,8 +160,8 @@ def flashmask_backward(
 
     Returns
     -------
-    backward : Backward
-        dQ, dK, dV and the accesses.
+    Backward
+        The gradients dQ, dK, dV and the accesses.
 
     Raises
     ------
@@ -158,8 +170,8 @@ def flashmask_backward(
 
     See Also
     --------
-    flashmask_forward : gives what it takes.
-    cuattn.backward : for speed.
+    flashmask_forward : Gives what it takes.
+    cuattn.backward : For speed.
 
     Notes
     -----

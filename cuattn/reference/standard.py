@@ -14,7 +14,18 @@ from cuattn.reference.steps import Backward, Counts, blocks, softmax_tile, start
 
 
 class StandardForward(NamedTuple):
-    """O (N, d) and P (N, N), which the standard backward needs, and the accesses."""
+    """O (N, d) and P (N, N), which the standard backward needs, and the accesses.
+
+    See Also
+    --------
+    standard_forward : Returns one.
+
+    Examples
+    --------
+    >>> x = np.ones((8, 2))
+    >>> standard_forward(x, x, x, 16).p[0, 0]
+    np.float64(0.125)
+    """
 
     o: np.ndarray
     p: np.ndarray
@@ -37,7 +48,7 @@ def standard_forward(
 
     Returns
     -------
-    forward : StandardForward
+    StandardForward
         O, P and the accesses: Theta(N d + N^2) for M >= d^2.
 
     Raises
@@ -49,7 +60,7 @@ def standard_forward(
 
     See Also
     --------
-    flash_forward : without the matrix in slow memory.
+    flash_forward : Without the matrix in slow memory.
 
     Notes
     -----
@@ -92,8 +103,8 @@ def standard_backward(
 
     Returns
     -------
-    backward : Backward
-        dQ, dK, dV and the accesses: Theta(N d + N^2) for M >= d^2.
+    Backward
+        The gradients dQ, dK, dV and the accesses: Theta(N d + N^2) for M >= d^2.
 
     Raises
     ------
@@ -102,7 +113,7 @@ def standard_backward(
 
     See Also
     --------
-    flash_backward : without the matrix in slow memory.
+    flash_backward : Without the matrix in slow memory.
 
     Examples
     --------

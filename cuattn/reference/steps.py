@@ -22,6 +22,15 @@ class Counts(NamedTuple):
         Elements of HBM allocated beyond the inputs and the outputs.
     sram : int
         On-chip buffers: the largest tile of each array, summed; the largest such sum over the kernels.
+
+    See Also
+    --------
+    HBM : Counts them.
+
+    Examples
+    --------
+    >>> HBM().counts.total
+    0
     """
 
     reads: int
@@ -48,7 +57,7 @@ class HBM:
 
     See Also
     --------
-    Counts : what it has counted.
+    Counts : What it has counted.
 
     Examples
     --------
@@ -122,6 +131,17 @@ class Forward(NamedTuple):
     """O (N, d), the row sums l and row maxima m (N,), the random state (None without dropout), and the accesses.
 
     An empty row, one without any visible key, has O = 0, l = 0 and m = -inf.
+
+    See Also
+    --------
+    flash_forward : Returns one.
+
+    Examples
+    --------
+    >>> from cuattn import reference
+    >>> x = np.ones((8, 2))
+    >>> reference.flash_forward(x, x, x, 16).l[0]
+    np.float64(8.0)
     """
 
     o: np.ndarray
@@ -132,7 +152,19 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The gradients dQ, dK, dV (N, d), and the accesses."""
+    """The gradients dQ, dK, dV (N, d), and the accesses.
+
+    See Also
+    --------
+    flash_backward : Returns one.
+
+    Examples
+    --------
+    >>> from cuattn import reference
+    >>> x = np.ones((8, 2))
+    >>> reference.flash_backward(x, x, x, x, reference.flash_forward(x, x, x, 16), 16).dv[0].round(3)
+    array([1., 1.])
+    """
 
     dq: np.ndarray
     dk: np.ndarray

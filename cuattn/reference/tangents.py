@@ -15,7 +15,18 @@ from cuattn.rng import RNGState
 
 
 class Jvp(NamedTuple):
-    """O (N, d), l and m (N,), the random state, the tangents of O and of the logsumexp, and the accesses."""
+    """O (N, d), l and m (N,), the random state, the tangents of O and of the logsumexp, and the accesses.
+
+    See Also
+    --------
+    flash_jvp : Returns one.
+
+    Examples
+    --------
+    >>> x = np.ones((8, 2))
+    >>> flash_jvp(x, x, x, 0 * x, 0 * x, x, 16).to[0].round(3)
+    array([1., 1.])
+    """
 
     o: np.ndarray
     l: np.ndarray
@@ -27,7 +38,19 @@ class Jvp(NamedTuple):
 
 
 class BackwardJvp(NamedTuple):
-    """The gradients dQ, dK, dV (N, d), their tangents, and the accesses."""
+    """The gradients dQ, dK, dV (N, d), their tangents, and the accesses.
+
+    See Also
+    --------
+    flash_backward_jvp : Returns one.
+
+    Examples
+    --------
+    >>> x = np.ones((8, 2))
+    >>> jvp = flash_jvp(x, x, x, 0 * x, 0 * x, x, 16)
+    >>> flash_backward_jvp(x, x, x, x, jvp, x, 0 * x, 0 * x, x, 16).tdv[0].round(3)
+    array([1., 1.])
+    """
 
     dq: np.ndarray
     dk: np.ndarray
@@ -68,7 +91,7 @@ def flash_jvp(
 
     Returns
     -------
-    jvp : Jvp
+    Jvp
         O, l, m, the random state, the tangents of O and of the logsumexp, and the accesses: Theta(N^2 d^2 / M).
 
     Raises
@@ -78,8 +101,8 @@ def flash_jvp(
 
     See Also
     --------
-    flash_forward : without tangents.
-    cuattn.jvp : for speed.
+    flash_forward : Without tangents.
+    cuattn.jvp : For speed.
 
     Examples
     --------
@@ -161,8 +184,8 @@ def flash_backward_jvp(
 
     Returns
     -------
-    gradients : BackwardJvp
-        dQ, dK, dV, their tangents, and the accesses: Theta(N^2 d^2 / M).
+    BackwardJvp
+        The gradients dQ, dK, dV, their tangents, and the accesses: Theta(N^2 d^2 / M).
 
     Raises
     ------
@@ -171,8 +194,8 @@ def flash_backward_jvp(
 
     See Also
     --------
-    flash_jvp : gives what it takes.
-    cuattn.backward_jvp : for speed.
+    flash_jvp : Gives what it takes.
+    cuattn.backward_jvp : For speed.
 
     Examples
     --------

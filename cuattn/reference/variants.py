@@ -28,7 +28,7 @@ def swapped_forward(q: ArrayLike, k: ArrayLike, v: ArrayLike, M: int, *, dtype: 
 
     Returns
     -------
-    forward : Forward
+    Forward
         O, l, m and the accesses, about 8 N^2 d^2 / M instead of Algorithm 1's 12 N^2 d^2 / M.
 
     Raises
@@ -40,7 +40,7 @@ def swapped_forward(q: ArrayLike, k: ArrayLike, v: ArrayLike, M: int, *, dtype: 
 
     See Also
     --------
-    flash_forward : with keys outside, as published.
+    flash_forward : With keys outside, as published.
 
     Notes
     -----
@@ -68,7 +68,18 @@ def swapped_forward(q: ArrayLike, k: ArrayLike, v: ArrayLike, M: int, *, dtype: 
 
 
 class RabeStaatsForward(NamedTuple):
-    """O (N, d) and the accesses."""
+    """O (N, d) and the accesses.
+
+    See Also
+    --------
+    rabe_staats_forward : Returns one.
+
+    Examples
+    --------
+    >>> x = np.ones((8, 2))
+    >>> rabe_staats_forward(x, x, x, 16).o[0].round(3)
+    array([1., 1.])
+    """
 
     o: np.ndarray
     counts: Counts
@@ -90,7 +101,7 @@ def rabe_staats_forward(
 
     Returns
     -------
-    forward : RabeStaatsForward
+    RabeStaatsForward
         O and the accesses: each chunk of at most d queries reads all of K and V, so at least 2 N^2 whatever M is.
 
     Raises
@@ -102,7 +113,7 @@ def rabe_staats_forward(
 
     See Also
     --------
-    flash_forward : one running result in place of one per chunk.
+    flash_forward : One running result in place of one per chunk.
 
     References
     ----------

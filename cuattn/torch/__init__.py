@@ -70,7 +70,7 @@ def attention(
 
     See Also
     --------
-    scaled_dot_product_attention : with PyTorch's signature.
+    scaled_dot_product_attention : With PyTorch's signature.
 
     Notes
     -----
@@ -148,6 +148,7 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor, (..., Hq, Nq, dv)
+        The output, of q's dtype.
 
     Raises
     ------
@@ -156,7 +157,7 @@ def scaled_dot_product_attention(
 
     See Also
     --------
-    attention : knows more masks, windows, a softcap, score functions.
+    attention : Knows more masks, windows, a softcap, score functions.
 
     Examples
     --------

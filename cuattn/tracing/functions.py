@@ -157,7 +157,7 @@ def trace(
 
     Returns
     -------
-    traced : Traced
+    Traced
 
     Raises
     ------
