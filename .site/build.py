@@ -1,10 +1,12 @@
 """Build the site: guides, benchmarks and gallery from their rooms, the reference from docstrings.
 
-    python .site/build.py [FOLDER]     # by default dist/site; needs  pip install -e ".[docs]"
+    python .site/build.py [FOLDER]             # by default dist/site; needs  pip install -e ".[docs]"
+    python .site/build.py [FOLDER] --outside   # asks the web whether links to other sites lead somewhere
 
 Every warning is an error, a link that leads nowhere and a name without a page among them.
 """
 
+import argparse
 import ast
 import importlib
 import importlib.util
@@ -154,15 +156,21 @@ def write_gallery(folder):
         text = [f"# {title}", about, further, f"![{title}](../pictures/{picture}.png)", command]
         code = f"```python\n{path.read_text()}```\n"
         write(folder, f"gallery/{path.stem}.md", "\n\n".join([*filter(None, text), code]))
-        shown.append(f"[![{title}](../pictures/{picture}.png)]({path.stem}.md)\n\n[{title}]({path.stem}.md)")
+        seen = f"[![{title}](../pictures/{picture}.png)]({path.stem}.md)\n\n[{title}]({path.stem}.md)"
+        shown.append(f"```{{container}} example\n{seen}\n```")
     about = "Examples from the sciences, each of a screen of code and some seconds on a CPU: `python -m bench.gallery`."
     names = contents(*(path.stem for path, _ in examples.values()))
-    write(folder, "gallery/index.md", "\n\n".join(["# Gallery", about, names, *shown, ""]))
+    grid = "\n".join(["````{container} examples", *shown, "````"])
+    write(folder, "gallery/index.md", "\n\n".join(["# Gallery", about, names, grid, ""]))
 
 
 def main():
     """Gather the pages in a temporary folder, and build them."""
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "dist" / "site").resolve()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist" / "site")
+    parser.add_argument("--outside", action="store_true", help="check links to other sites")
+    arguments = parser.parse_args()
+    out, builder = arguments.folder.resolve(), "linkcheck" if arguments.outside else "html"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "pages")
         shutil.copytree(PICTURES, folder / "pictures", ignore=shutil.ignore_patterns("*.json", "*.md", "*.svg"))
@@ -170,9 +178,9 @@ def main():
         write_reference(folder)
         write_gallery(folder)
         options = ["-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE), "-d", f"{name}/trees"]
-        command = [sys.executable, "-m", "sphinx", *options, str(folder), str(out)]
+        command = [sys.executable, "-m", "sphinx", "-b", builder, *options, str(folder), str(out)]
         done = subprocess.run(command, env={**os.environ, "CUATTN_ROOT": str(ROOT)})
-    if done.returncode == 0:
+    if done.returncode == 0 and not arguments.outside:
         print(f"{out / 'index.html'}: {len(list(out.rglob('*.html')))} pages")
     return done.returncode
 

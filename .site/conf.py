@@ -25,7 +25,8 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "header_links_before_dropdown": 6,
 }
-html_sidebars = {"index": []}
+html_context = {"default_mode": "auto"}
+html_sidebars = {"index": [], "search": []}
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
 
@@ -33,6 +34,7 @@ autosummary_generate = True
 default_role = "autolink"
 highlight_language = "text"
 autodoc_typehints = "none"
+toc_object_entries_show_parents = "hide"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
 

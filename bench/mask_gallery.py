@@ -35,12 +35,15 @@ def figure():
     for axis, (make, *arguments) in zip(axes, CASES, strict=True):
         mask = make(*arguments)
         mask.plot(axis)
-        skipped = f"{mask.block_sparsity(TILE, TILE):.0%} of the {TILE} × {TILE} tiles skipped"
-        call = textwrap.shorten(", ".join(map(repr, arguments)), 36, placeholder=" …")
-        axis.set_title(make.__name__, color=INK, fontsize=12, fontweight="bold", pad=6)
+        call = textwrap.shorten(", ".join(map(repr, arguments)), 28, placeholder=" …")
+        axis.set_title(make.__name__, color=INK, fontsize=15, pad=6)
         axis.set(xticks=(), yticks=(), ylabel="")
-        axis.set_xlabel(f"({call})\n{skipped}", color=QUIET, fontsize=8)
+        axis.set_xlabel(f"({call})\n{mask.block_sparsity(TILE, TILE):.0%} skipped", color=QUIET, fontsize=13)
     drawn.suptitle(
-        f"rows are queries, columns are keys, {N} of each; dark: nothing to test, light: in part", color=QUIET
+        f"Rows are queries, columns are keys, {N} of each, in tiles of {TILE} × {TILE}:\n"
+        "pale ones are skipped, light ones tested element by element, dark ones seen whole",
+        color=QUIET,
+        fontsize=15,
     )
+    drawn.get_layout_engine().set(hspace=0.05)
     return drawn

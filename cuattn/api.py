@@ -111,7 +111,7 @@ def attention(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -137,7 +137,7 @@ def attention(
 
     Returns
     -------
-    o : array, (..., Hq, Nq, dv)
+    array, (..., Hq, Nq, dv)
         The output, in q's dtype and kind; `out` if it was given.  A row that sees no key is 0.
 
     Raises
@@ -146,8 +146,8 @@ def attention(
 
     See Also
     --------
-    forward : also returns the softmax statistics and the random state.
-    backward : gradients.
+    forward : Also returns the softmax statistics and the random state.
+    backward : Gradients.
 
     Notes
     -----
@@ -188,7 +188,7 @@ def forward(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -198,7 +198,7 @@ def forward(
     kernel: str | None = None,
     out_dtype: Any = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> Forward:
     """Compute exact attention and keep what a backward pass or a merge needs.
 
@@ -209,7 +209,7 @@ def forward(
     <rng>
     <kernel>
     out_dtype : dtype, optional
-        float32 keeps o unrounded, for :func:`merge`; by default q's dtype.
+        By default q's dtype; float32 keeps o unrounded, for :func:`merge`.
     <origin>
     out : (o, l, m), optional
         Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
@@ -225,8 +225,8 @@ def forward(
 
     See Also
     --------
-    backward : takes the result.
-    merge : combines results over disjoint keys.
+    backward : Takes the result.
+    merge : Combines results over disjoint keys.
 
     References
     ----------
@@ -266,7 +266,7 @@ def backward(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -277,7 +277,7 @@ def backward(
     out_dtype: Any = None,
     dlse: ArrayT | None = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> Gradients:
     """Compute the gradients of attention, recomputing the scores from q, k and the forward's statistics.
 
@@ -294,7 +294,7 @@ def backward(
     deterministic : bool, default False
         Make the gradients bitwise reproducible.
     out_dtype : dtype, optional
-        float32 keeps the gradients unrounded, for sums over shards; by default each has its operand's dtype.
+        By default each gradient has its operand's dtype; float32 keeps them unrounded, for sums over shards.
     dlse : array, (..., Hq, Nq), float32 | float64, optional
         Gradient with respect to lse, where it is used beside o.
     <origin>
@@ -313,7 +313,7 @@ def backward(
 
     See Also
     --------
-    forward : computes `fwd`.
+    forward : Computes `fwd`.
 
     Notes
     -----
@@ -366,7 +366,7 @@ def gradients(call: Call, results: list[Any]) -> Gradients:
     return made
 
 
-def merge(*parts: Any, out: tuple | None = None) -> Any:
+def merge(*parts: Any, out: tuple[Any, ...] | None = None) -> Any:
     """Combine forwards over disjoint sets of keys into the forward over their union.
 
     Parameters
@@ -392,7 +392,7 @@ def merge(*parts: Any, out: tuple | None = None) -> Any:
 
     See Also
     --------
-    Origin : gives each part its place, for causality, windows and dropout.
+    Origin : Gives each part its place, for causality, windows and dropout.
 
     Notes
     -----
@@ -445,7 +445,7 @@ def plan(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -486,7 +486,7 @@ def plan(
 
     See Also
     --------
-    attention : takes the same arguments and computes.
+    attention : Takes the same arguments and computes.
 
     Examples
     --------

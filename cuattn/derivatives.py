@@ -36,7 +36,7 @@ def jvp(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -46,7 +46,7 @@ def jvp(
     kernel: str | None = None,
     out_dtype: Any = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> Jvp:
     """Compute exact attention and its derivative along tangents of the operands, in one pass.
 
@@ -58,7 +58,7 @@ def jvp(
     <rng>
     <kernel>
     out_dtype : dtype, optional
-        float32 keeps o and its tangent unrounded, for :func:`backward_jvp` and :func:`merge`; by default q's dtype.
+        By default q's dtype; float32 keeps o and its tangent unrounded, for :func:`backward_jvp` and :func:`merge`.
     <origin>
     out : (o, l, m, to, tlse), optional
         Arrays to fill, as :func:`attention`'s; None in place of one is a new array.
@@ -75,8 +75,8 @@ def jvp(
 
     See Also
     --------
-    backward_jvp : the same of the gradients.
-    merge : combines results over disjoint keys.
+    backward_jvp : The same of the gradients.
+    merge : Combines results over disjoint keys.
 
     Notes
     -----
@@ -121,7 +121,7 @@ def backward_jvp(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -132,7 +132,7 @@ def backward_jvp(
     out_dtype: Any = None,
     dlse: ArrayT | None = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> tuple[Gradients, Gradients]:
     """Compute the gradients of attention and their derivatives along tangents of the operands and of do.
 
@@ -152,7 +152,7 @@ def backward_jvp(
     deterministic : bool, default False
         Make the results bitwise reproducible.
     out_dtype : dtype, optional
-        float32 keeps the results unrounded, for sums over shards; by default each has its operand's dtype.
+        By default each result has its operand's dtype; float32 keeps them unrounded, for sums over shards.
     dlse : array, (..., Hq, Nq), float32 | float64, optional
         Gradient with respect to lse, where it is used beside o; its tangent is 0.
     <origin>
@@ -161,8 +161,10 @@ def backward_jvp(
 
     Returns
     -------
-    gradients, tangents : Gradients
-        What :func:`backward` returns, and the tangents of that.
+    gradients : Gradients
+        What :func:`backward` returns.
+    tangents : Gradients
+        The tangents of that.
 
     Raises
     ------
@@ -170,7 +172,7 @@ def backward_jvp(
 
     See Also
     --------
-    double_backward : the gradient of the gradients.
+    double_backward : The gradient of the gradients.
 
     Notes
     -----
@@ -239,7 +241,7 @@ def double_backward(
     score: Callable[..., Any] | None = None,
     score_args: Sequence[Any] = (),
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -250,7 +252,7 @@ def double_backward(
     out_dtype: Any = None,
     dlse: ArrayT | None = None,
     origin: Origin | None = None,
-    out: tuple | None = None,
+    out: tuple[Any, ...] | None = None,
 ) -> DoubleGradients:
     """Compute the gradients of :func:`backward`: of ``sum(gdq * dq) + sum(gdk * dk) + ...`` by all that it was given.
 
@@ -272,7 +274,7 @@ def double_backward(
     deterministic : bool, default False
         Make the gradients bitwise reproducible.
     out_dtype : dtype, optional
-        float32 keeps the gradients unrounded; by default each has its operand's dtype.
+        By default each gradient has its operand's dtype; float32 keeps them unrounded.
     dlse : array, (..., Hq, Nq), float32 | float64, optional
         As the backward was given.
     <origin>
@@ -290,7 +292,7 @@ def double_backward(
 
     See Also
     --------
-    backward_jvp : what it is made of; for keys in shards, merge :func:`jvp`'s results and call that.
+    backward_jvp : What it is made of; for keys in shards, merge :func:`jvp`'s results and call that.
 
     Notes
     -----

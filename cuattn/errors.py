@@ -26,31 +26,129 @@ __all__ = [
 
 
 class CuattnError(Exception):
-    """Base class of every error that cuattn raises on purpose."""
+    """Base class of every error that cuattn raises on purpose.
+
+    See Also
+    --------
+    ArgumentError, ShapeError, DtypeError, MaskError, UnsupportedError, CompileError : What is raised.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> q = np.zeros((2, 8, 4))
+    >>> try:
+    ...     cuattn.attention(q, q, q, scale=float("nan"))
+    ... except cuattn.CuattnError as error:
+    ...     print(type(error).__name__)
+    ArgumentError
+    """
 
 
 class ArgumentError(CuattnError, ValueError):
-    """A scalar argument is out of range, or two arguments contradict each other."""
+    """A scalar argument is out of range, or two arguments contradict each other.
+
+    See Also
+    --------
+    CuattnError : Catches every error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> q = np.zeros((2, 8, 4))
+    >>> cuattn.attention(q, q, q, softcap=-1.0)
+    Traceback (most recent call last):
+        ...
+    cuattn.errors.ArgumentError: softcap is -1.0; expected a number > 0 from 2.23e-308 to 1.8e+308: scores are float64
+    """
 
 
 class ShapeError(CuattnError, ValueError):
-    """The shape of an array does not fit the shapes of the others."""
+    """The shape of an array does not fit the shapes of the others.
+
+    See Also
+    --------
+    CuattnError : Catches every error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> cuattn.attention(np.zeros((8, 4)), np.zeros((8, 3)), np.zeros((8, 3)))
+    Traceback (most recent call last):
+        ...
+    cuattn.errors.ShapeError: q has shape (8, 4) and k (8, 3); expected the same last axis (head_dim)
+    """
 
 
 class DtypeError(CuattnError, TypeError):
-    """An argument has the wrong type, dtype, array kind or device."""
+    """An argument has the wrong type, dtype, array kind or device.
+
+    See Also
+    --------
+    CuattnError : Catches every error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> cuattn.attention(*np.zeros((3, 8, 4), np.int64))
+    Traceback (most recent call last):
+        ...
+    cuattn.errors.DtypeError: q has dtype int64; expected float16 or bfloat16 or float32 or float64
+    """
 
 
 class MaskError(CuattnError, ValueError):
-    """A mask is malformed, or the requested form cannot express it."""
+    """A mask is malformed, or the requested form cannot express it.
+
+    See Also
+    --------
+    CuattnError : Catches every error.
+
+    Examples
+    --------
+    >>> from cuattn import masks
+    >>> masks.causal_document([3, -1])
+    Traceback (most recent call last):
+        ...
+    cuattn.errors.MaskError: lengths[1] = -1: expected a value in [0, 2147483647]
+    """
 
 
 class UnsupportedError(CuattnError, NotImplementedError):
-    """The chosen kernel or backend cannot do what was asked; the message names the argument and the reason."""
+    """The chosen kernel or backend cannot do what was asked; the message names the argument and the reason.
+
+    See Also
+    --------
+    cuattn.plan : Says which kernels can do what, and why.
+    CuattnError : Catches every error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> cuattn.attention(*np.zeros((3, 8, 4)), kernel="sm90")
+    Traceback (most recent call last):
+        ...
+    cuattn.errors.UnsupportedError: kernel is 'sm90' but q is in host memory; expected an array on a GPU
+    """
 
 
 class CompileError(CuattnError, RuntimeError):
-    """A CUDA kernel could not be compiled or loaded; the message holds the compiler's log."""
+    """A CUDA kernel could not be compiled or loaded; the message holds the compiler's log.
+
+    See Also
+    --------
+    CuattnError : Catches every error.
+
+    Examples
+    --------
+    >>> import cuattn
+    >>> issubclass(cuattn.CompileError, RuntimeError)
+    True
+    """
 
 
 def expect_no_tracing() -> None:
@@ -100,7 +198,7 @@ def shown(value: object, limit: int = 80) -> str:
 
     Returns
     -------
-    text : str
+    str
         The beginning of its repr.
 
     Examples
@@ -125,7 +223,7 @@ def as_integer(value: Any) -> int | None:
 
     Returns
     -------
-    number : int or None
+    int or None
 
     Examples
     --------
@@ -150,7 +248,7 @@ def as_real(name: str, value: Any) -> float:
 
     Returns
     -------
-    number : float
+    float
 
     Raises
     ------

@@ -29,6 +29,18 @@ class Plan:
         What else is worth knowing, a line each.
     constants : tuple of (str, object)
         The constants that the kernel is specialised by, in order.
+
+    See Also
+    --------
+    cuattn.plan : Makes one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> plan = cuattn.plan(*np.ones((3, 4, 2)))
+    >>> plan.kernel, plan.direction
+    ('cpu', 'forward')
     """
 
     kernel: str

@@ -22,6 +22,19 @@ class Forward(NamedTuple):
         Row maximum of the scores s over the visible keys, natural units; -inf in an empty row.
     rng_state : RNGState | None
         The state that dropout used; None without dropout.
+
+    See Also
+    --------
+    merge : Combines several.
+    backward : Takes one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> fwd = cuattn.forward(*np.ones((3, 4, 2)))
+    >>> fwd.o.shape, fwd.l, fwd.rng_state
+    ((4, 2), array([4., 4., 4., 4.]), None)
     """
 
     o: Any
@@ -48,6 +61,18 @@ class Jvp(NamedTuple):
         The tangent of o, in o's dtype; 0 in an empty row.
     tlse : array, (..., Hq, Nq), float32 | float64
         The tangent of lse; 0 in an empty row.
+
+    See Also
+    --------
+    Forward : What it is beside the tangents.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> x = np.ones((4, 2))
+    >>> cuattn.jvp(x, x, x, tv=3 * x).to[0]
+    array([3., 3.])
     """
 
     o: Any
@@ -82,6 +107,19 @@ class Gradients(_Gradients):
     dscore : tuple of array | None
         One entry for each of the score function's arguments: the gradient of an array of floats, of its shape and
         dtype, else None.  No element of the tuple.
+
+    See Also
+    --------
+    DoubleGradients : Those of gradients.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> x = np.ones((4, 2))
+    >>> dq, dk, dv, dbias = cuattn.backward(x, x, x, x, cuattn.forward(x, x, x))
+    >>> dv[0], dbias
+    (array([1., 1.]), None)
     """
 
     dscore: tuple[Any, ...] = ()
@@ -121,6 +159,19 @@ class DoubleGradients(_DoubleGradients):
         One entry for each of the score function's arguments, as :class:`Gradients`'.  No element of the tuple.
     ddlse : array | None
         Gradient with respect to dlse, float32 (float64); None without dlse.  No element of the tuple.
+
+    See Also
+    --------
+    Gradients : Those of the first order.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cuattn
+    >>> x = np.ones((4, 2))
+    >>> double = cuattn.double_backward(None, None, x, x, x, x, x, cuattn.forward(x, x, x))
+    >>> double.ddo[0]
+    array([1., 1.])
     """
 
     dscore: tuple[Any, ...] = ()

@@ -47,7 +47,8 @@ J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as
 """
 
 import secrets
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,6 +89,15 @@ class RNGState(NamedTuple):
         One word of the counter, 0 <= offset < 2**32: states with equal seeds and different offsets draw
         independently.  On the GPU it may be a 0-d array of 32- or 64-bit integers on the device, of which the kernel
         reads the low word, so that a replayed graph can advance it.
+
+    See Also
+    --------
+    resolve : Makes one of a seed or a generator.
+
+    Examples
+    --------
+    >>> RNGState(42).key
+    (42, 0)
     """
 
     seed: int
@@ -99,7 +109,7 @@ class RNGState(NamedTuple):
         return self.seed & 0xFFFFFFFF, self.seed >> 32
 
 
-def round_keys(key, rounds=ROUNDS):
+def round_keys(key: Sequence[Any], rounds: int = ROUNDS) -> list[tuple[Any, Any]]:
     """Return the key of each round of Philox4x32.
 
     Parameters
@@ -111,12 +121,12 @@ def round_keys(key, rounds=ROUNDS):
 
     Returns
     -------
-    keys : list of (int, int) or of (ndarray, ndarray)
+    list of (int, int) or of (ndarray, ndarray)
         The words (k[0], k[1]) that each round takes, in the type of `key`.
 
     See Also
     --------
-    philox4x32 : uses them.
+    philox4x32 : Uses them.
 
     Examples
     --------
@@ -127,7 +137,7 @@ def round_keys(key, rounds=ROUNDS):
     return [((low + r * _WEYL_0) & 0xFFFFFFFF, (high + r * _WEYL_1) & 0xFFFFFFFF) for r in range(rounds)]
 
 
-def philox4x32(counter, key, rounds=10):
+def philox4x32(counter: Sequence[Any], key: Sequence[Any], rounds: int = 10) -> np.ndarray:
     """Apply the Philox4x32 bijection to a 128-bit counter, or to arrays of counters.
 
     Parameters
@@ -141,12 +151,12 @@ def philox4x32(counter, key, rounds=10):
 
     Returns
     -------
-    words : ndarray, (4, ...), uint32
+    ndarray, (4, ...), uint32
         The four output words; the other axes are those of the broadcast counter and key.
 
     See Also
     --------
-    draws : the 16-bit numbers that are made of it.
+    draws : The 16-bit numbers that are made of it.
 
     Examples
     --------
@@ -163,7 +173,7 @@ def philox4x32(counter, key, rounds=10):
     return np.array(np.broadcast_arrays(x0, x1, x2, x3), np.uint32)
 
 
-def threshold(dropout_p):
+def threshold(dropout_p: float) -> int:
     """Convert a dropout probability to the threshold T that draws are compared with.
 
     Parameters
@@ -173,7 +183,7 @@ def threshold(dropout_p):
 
     Returns
     -------
-    T : int
+    int
         ``round(dropout_p * 65536)``, ties to even, in [0, 65535].  0 means that there is no dropout, also when
         a probability below 2**-17 was asked for.
 
@@ -186,7 +196,7 @@ def threshold(dropout_p):
 
     See Also
     --------
-    keep : decides by it.
+    keep : Decides by it.
 
     Examples
     --------
@@ -202,7 +212,7 @@ def threshold(dropout_p):
     return level
 
 
-def draws(state, b, rows, keys):
+def draws(state: RNGState, b: int, rows: tuple[int, int], keys: tuple[int, int]) -> np.ndarray:
     """Draw the 16-bit numbers of a tile of elements.
 
     Parameters
@@ -217,7 +227,7 @@ def draws(state, b, rows, keys):
 
     Returns
     -------
-    draw : ndarray, (stop - start of rows, stop - start of keys), uint16
+    ndarray, (stop - start of rows, stop - start of keys), uint16
         The draw of each element, as the module's contract defines it.
 
     Raises
@@ -227,7 +237,7 @@ def draws(state, b, rows, keys):
 
     See Also
     --------
-    keep : compares them with a threshold.
+    keep : Compares them with a threshold.
 
     Examples
     --------
@@ -239,7 +249,7 @@ def draws(state, b, rows, keys):
     return _unfold(_words(state, b, *blocks))[crop]
 
 
-def keep(state, T, b, row_range, key_range):
+def keep(state: RNGState, T: int, b: int, row_range: tuple[int, int], key_range: tuple[int, int]) -> np.ndarray:
     """Decide which elements of a tile dropout keeps.
 
     Parameters
@@ -253,7 +263,7 @@ def keep(state, T, b, row_range, key_range):
 
     Returns
     -------
-    kept : ndarray, (rows, keys), bool
+    ndarray, (rows, keys), bool
         True where the element stays (and is scaled by 65536 / (65536 - T)).
 
     Raises
@@ -263,8 +273,8 @@ def keep(state, T, b, row_range, key_range):
 
     See Also
     --------
-    keep_blocks : of blocks from anywhere.
-    threshold : of a probability.
+    keep_blocks : Of blocks from anywhere.
+    threshold : Of a probability.
 
     Examples
     --------
@@ -276,7 +286,7 @@ def keep(state, T, b, row_range, key_range):
     return keep_blocks(state, T, b, *blocks)[crop]
 
 
-def keep_blocks(state, T, b, row_blocks, key_blocks):
+def keep_blocks(state: RNGState, T: int, b: int, row_blocks: Any, key_blocks: Any) -> np.ndarray:
     """Decide which elements of a tile made of blocks from anywhere in the whole problem dropout keeps.
 
     Parameters
@@ -288,7 +298,7 @@ def keep_blocks(state, T, b, row_blocks, key_blocks):
 
     Returns
     -------
-    kept : ndarray, (16 I, 16 J), bool
+    ndarray, (16 I, 16 J), bool
         True where the element stays.
 
     Raises
@@ -298,7 +308,7 @@ def keep_blocks(state, T, b, row_blocks, key_blocks):
 
     See Also
     --------
-    keep : of one range of rows and keys.
+    keep : Of one range of rows and keys.
 
     Examples
     --------
@@ -321,7 +331,7 @@ def keep_blocks(state, T, b, row_blocks, key_blocks):
     return _unfold(words >= np.uint16(T))  # comparing before unfolding moves bytes instead of 16-bit words
 
 
-def recorded(state, name="fwd.rng_state"):
+def recorded(state: Any, name: str = "fwd.rng_state") -> RNGState:
     """Check a random state that a forward is said to have used, so that a backward can draw the same again.
 
     Parameters
@@ -333,7 +343,7 @@ def recorded(state, name="fwd.rng_state"):
 
     Returns
     -------
-    state : RNGState
+    RNGState
         As :func:`resolve` returns it.
 
     Raises
@@ -345,7 +355,7 @@ def recorded(state, name="fwd.rng_state"):
 
     See Also
     --------
-    resolve : takes what users give.
+    resolve : Takes what users give.
 
     Examples
     --------
@@ -359,7 +369,7 @@ def recorded(state, name="fwd.rng_state"):
     return _checked(name, state, "an RNGState")
 
 
-def resolve(rng):
+def resolve(rng: Any) -> RNGState:
     """Turn what a caller may pass as `rng` into a state.
 
     Parameters
@@ -369,7 +379,7 @@ def resolve(rng):
 
     Returns
     -------
-    state : RNGState
+    RNGState
         Python integers, within the limits; an offset that is a 0-d integer array on a device stays as it is.
 
     Raises
@@ -381,7 +391,7 @@ def resolve(rng):
 
     See Also
     --------
-    RNGState : what it returns.
+    RNGState : What it returns.
 
     Examples
     --------

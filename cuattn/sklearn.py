@@ -69,7 +69,7 @@ class NadarayaWatson(_Regressor):
 
     See Also
     --------
-    KernelRidge : least squares in the space of the kernel.
+    KernelRidge : Least squares in the space of the kernel.
 
     Notes
     -----
@@ -111,7 +111,7 @@ class NadarayaWatson(_Regressor):
 
         Returns
         -------
-        y : array, (n_points,) or (n_points, n_targets)
+        array, (n_points,) or (n_points, n_targets)
         """
         X = self._new(X)
         mean = self.y_fit_.mean(0)
@@ -152,7 +152,7 @@ class KernelRidge(_Regressor):
 
     See Also
     --------
-    NadarayaWatson : needs no solver.
+    NadarayaWatson : Needs no solver.
 
     Examples
     --------
@@ -204,7 +204,7 @@ class KernelRidge(_Regressor):
 
         Returns
         -------
-        y : array, (n_points,) or (n_points, n_targets)
+        array, (n_points,) or (n_points, n_targets)
         """
         X = self._new(X)
         return pairwise.matvec(X, self.X_fit_, self.dual_coef_, **self._options())
@@ -229,7 +229,7 @@ class KernelDensity(DensityMixin, _Estimator):
 
     See Also
     --------
-    cuattn.pairwise.log_density : the function.
+    cuattn.pairwise.log_density : The function.
 
     Examples
     --------
@@ -277,7 +277,7 @@ class KernelDensity(DensityMixin, _Estimator):
 
         Returns
         -------
-        log_density : array, (n_points,)
+        array, (n_points,)
         """
         X = self._new(X)
         with np.errstate(divide="ignore"):
@@ -299,7 +299,7 @@ class KernelDensity(DensityMixin, _Estimator):
 
         Returns
         -------
-        log_likelihood : float
+        float
         """
         return float(self.score_samples(X).sum(dtype=np.float64))
 
@@ -313,7 +313,7 @@ class KernelDensity(DensityMixin, _Estimator):
 
         Returns
         -------
-        X : array, (n_samples, n_features)
+        array, (n_samples, n_features)
         """
         check_is_fitted(self)
         if self.kernel != "gaussian":

@@ -32,10 +32,6 @@ def register(name: str = "cuattn") -> None:
     name : str, default "cuattn"
         What models call it.
 
-    Returns
-    -------
-    None
-
     Raises
     ------
     DtypeError
@@ -43,7 +39,7 @@ def register(name: str = "cuattn") -> None:
 
     See Also
     --------
-    cuattn.torch.attention : what models then call.
+    cuattn.torch.attention : What models then call.
 
     Notes
     -----

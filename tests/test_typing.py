@@ -1,5 +1,9 @@
 """The type checker agrees with the public surface: pyright on the package, and on calls as users write them."""
 
+import importlib
+import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cuattn
+from tests.test_docs import PUBLIC
 
 X: NDArray[np.float32] = np.ones((2, 8, 4), np.float32)
 
@@ -40,3 +45,20 @@ def test_errors_are_the_usual_ones_too():
         cuattn.attention(X, X, X, softcap=-1.0)
     error: cuattn.CuattnError = caught.value if isinstance(caught.value, cuattn.CuattnError) else cuattn.CuattnError()
     assert "softcap" in str(error)
+
+
+def test_every_public_name_has_a_known_type():
+    """As users' strict checkers see it; estimators have bases of scikit-learn, which has no types."""
+    pytest.importorskip("pyright")
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    command += ["--verifytypes", "cuattn", "--ignoreexternal", "--outputjson"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["typeCompleteness"]["symbols"]
+    symbols = {symbol["name"]: symbol for symbol in found}
+    unknown = {name for name, of in symbols.items() if not of["isTypeKnown"] or of["isTypeAmbiguous"]}
+    for name in PUBLIC:
+        room, _, member = name.rpartition(".")
+        value = getattr(importlib.import_module(room), member)
+        if callable(value) and room != "cuattn.sklearn":
+            place = f"{value.__module__}.{value.__qualname__}"
+            assert place in symbols
+            assert not [name for name in unknown if name == place or name.startswith(f"{place}.")]

@@ -61,7 +61,7 @@ def same(rows):
 
 SECTIONS = {
     "sparsity": Section(
-        "Latency is linear in a mask's sparsity (FlashMask, figure 4a)",
+        "Is latency linear in a mask's sparsity? (FlashMask, figure 4a)",
         ("sparsity",),
         ("figure-4a",),
         "32K tokens, 32 heads, head dimension 128, bfloat16, forward and backward; masks drawn as in the paper's A.4; "
@@ -79,12 +79,11 @@ SECTIONS = {
         figure=draw_memory,
     ),
     "same_bits": Section(
-        "A column mask and its dense twin give the same bits (FlashMask, sections 4.4 and 5.2)",
+        "Do a column mask and its dense twin give the same bits? (FlashMask, sections 4.4 and 5.2)",
         ("same_bits",),
         ("same-bits",),
         "Of the paper's twelve masks, how many give the same bits as a column mask and as a boolean matrix on the same "
-        "kernel, forward and deterministic backward; and, where `is_causal` or `window` say the same, as flags.  "
-        "The rows are of a commit whose Hopper kernels took no boolean matrix.",
+        "kernel, forward and deterministic backward; and, where `is_causal` or `window` say the same, as flags.",
         table=same,
     ),
 }

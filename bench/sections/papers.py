@@ -162,7 +162,7 @@ SECTIONS = {
         figure=draw_block_size,
     ),
     "block_sparse": Section(
-        "Block-sparse attention takes time in proportion to its density (FlashAttention, figure 2 right)",
+        "Does block-sparse attention take time in proportion to its density? (FlashAttention, figure 2 right)",
         ("block_sparse",),
         ("block-sparse",),
         "4096 tokens, 256 heads in all, head dimension 64, float16, random 128 x 128 blocks; the line through the "

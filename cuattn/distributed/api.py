@@ -60,7 +60,7 @@ def attention(
 
     Returns
     -------
-    o : array
+    array
         This rank's rows.
 
     Raises
@@ -72,8 +72,8 @@ def attention(
 
     See Also
     --------
-    forward : returns the softmax statistics too.
-    cuattn.attention : on one device.
+    forward : Returns the softmax statistics too.
+    cuattn.attention : On one device.
 
     Examples
     --------
@@ -123,8 +123,8 @@ def forward(
 
     See Also
     --------
-    backward : takes the result.
-    cuattn.forward : on one device.
+    backward : Takes the result.
+    cuattn.forward : On one device.
 
     Examples
     --------
@@ -177,8 +177,8 @@ def backward(
 
     See Also
     --------
-    forward : computes `fwd`.
-    cuattn.backward : on one device.
+    forward : Computes `fwd`.
+    cuattn.backward : On one device.
 
     Notes
     -----
@@ -245,8 +245,8 @@ def plan(
 
     See Also
     --------
-    Layout : what it depends on.
-    cuattn.plan : of one device's part.
+    Layout : What it depends on.
+    cuattn.plan : Of one device's part.
 
     Examples
     --------

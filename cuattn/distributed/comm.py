@@ -27,10 +27,22 @@ class DistributedError(CuattnError, RuntimeError):
     ----------
     ranks : dict of int to str
         What is known of each rank that has a part in it.
+
+    See Also
+    --------
+    Comm : `check` and `timeout` of those that `connect` makes.
+
+    Examples
+    --------
+    >>> from cuattn.distributed import DistributedError
+    >>> print(DistributedError("scale differs", {0: "0.5", 1: "1.5"}))
+    scale differs
+      rank 0: 0.5
+      rank 1: 1.5
     """
 
     def __init__(self, message: str, ranks: Mapping[int, str] | None = None) -> None:
-        self.ranks = dict(ranks or {})
+        self.ranks: dict[int, str] = dict(ranks or {})
         told = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(self.ranks.items()))
         super().__init__(message + told)
 
@@ -55,8 +67,8 @@ class Comm(Protocol):
 
     See Also
     --------
-    connect : makes one of processes.
-    spawn : makes them of threads.
+    connect : Makes one of processes.
+    spawn : Makes them of threads.
 
     Notes
     -----
@@ -64,6 +76,13 @@ class Comm(Protocol):
     multiprocessors kernels leave to messages that could not begin beside them, by default none; `by_copies`, whether
     messages of GPUs are none that wait for multiprocessors; and ``begin(sends, recvs, *, stream)``, which does of an
     exchange what waits for no other host and returns a function that does the rest, or None.
+
+    Examples
+    --------
+    >>> from cuattn.distributed import Comm, connect
+    >>> with connect() as comm:
+    ...     isinstance(comm, Comm), comm.rank, comm.size
+    (True, 0, 1)
     """
 
     rank: int

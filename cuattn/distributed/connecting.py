@@ -39,7 +39,7 @@ def connect(group: Any = None, /, *, device: int | None = None, timeout: float =
 
     See Also
     --------
-    spawn : makes ranks of threads.
+    spawn : Makes ranks of threads.
 
     Examples
     --------

@@ -35,8 +35,8 @@ class Layout:
 
     See Also
     --------
-    spawn : runs ranks that hold its shards.
-    plan : says what a layout costs.
+    spawn : Runs ranks that hold its shards.
+    plan : Says what a layout costs.
 
     Examples
     --------

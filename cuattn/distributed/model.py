@@ -267,6 +267,18 @@ class DistributedPlan:
         Seconds that the model gives each algorithm.
     local : Plan
         Of this rank's own rows and keys.
+
+    See Also
+    --------
+    cuattn.distributed.plan : Makes one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn.distributed import connect, plan
+    >>> with connect() as comm:
+    ...     plan(*np.ones((3, 8, 4)), comm=comm).ranks
+    1
     """
 
     algorithm: str

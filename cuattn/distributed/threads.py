@@ -209,7 +209,7 @@ def spawn(
 
     See Also
     --------
-    connect : joins processes that a launcher started.
+    connect : Joins processes that a launcher started.
 
     Examples
     --------

@@ -1,12 +1,14 @@
 """Exact reads and writes of each algorithm in :mod:`cuattn.reference`, ceilings included."""
 
-from cuattn.io_model.sizes import MASK_VECTORS, Traffic, block_lengths, block_sizes, halved, tile_array
+from typing import Any
+
+from cuattn.io_model.sizes import MASK_VECTORS, Tiles, Traffic, block_lengths, block_sizes, halved, tile_array
 
 _STATE_WORDS = 2  # the random state saved for the backward pass: seed and offset
 _MASK_BOUNDS = 8  # minimum and maximum of each vector over a block of keys
 
 
-def standard_forward(n, d, m=None):
+def standard_forward(n: int, d: int, m: int | None = None) -> Traffic:
     """Count the accesses of Algorithm 0, standard attention.
 
     Parameters
@@ -20,13 +22,13 @@ def standard_forward(n, d, m=None):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.standard_forward : counts them as it computes.
-    theorem_2_standard : the paper's expression.
+    cuattn.reference.standard_forward : Counts them as it computes.
+    theorem_2_standard : The paper's expression.
 
     Notes
     -----
@@ -44,7 +46,7 @@ def standard_forward(n, d, m=None):
     return Traffic(reads=2 * n * n + n * d + 2 * t_c * n * d, writes=2 * n * n + n * d)
 
 
-def standard_backward(n, d, m=None):
+def standard_backward(n: int, d: int, m: int | None = None) -> Traffic:
     """Count the accesses of Algorithm 3, standard attention's backward: 7 N^2 + 4 N d + 4 T_c N d.
 
     Parameters
@@ -56,12 +58,12 @@ def standard_backward(n, d, m=None):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.standard_backward : counts them as it computes.
+    cuattn.reference.standard_backward : Counts them as it computes.
 
     Notes
     -----
@@ -78,7 +80,7 @@ def standard_backward(n, d, m=None):
     return Traffic(reads=5 * n * n + n * d + 4 * t_c * n * d, writes=2 * n * n + 3 * n * d)
 
 
-def flash_forward(n, d, m, dropout=False, mask=False, blocks=None):
+def flash_forward(n: int, d: int, m: int, dropout: bool = False, mask: bool = False, blocks: Any = None) -> Traffic:
     """Count the accesses of Algorithms 1, 2 and 5, FlashAttention's forward.
 
     Parameters
@@ -95,13 +97,13 @@ def flash_forward(n, d, m, dropout=False, mask=False, blocks=None):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flash_forward : counts them as it computes.
-    theorem_2_flash : the paper's expression.
+    cuattn.reference.flash_forward : Counts them as it computes.
+    theorem_2_flash : The paper's expression.
 
     Notes
     -----
@@ -124,7 +126,7 @@ def flash_forward(n, d, m, dropout=False, mask=False, blocks=None):
     return Traffic(reads, writes)
 
 
-def flash_backward(n, d, m, dropout=False, mask=False, blocks=None):
+def flash_backward(n: int, d: int, m: int, dropout: bool = False, mask: bool = False, blocks: Any = None) -> Traffic:
     """Count the accesses of Algorithm 4, FlashAttention's backward; with `blocks`, zero blocks are skipped.
 
     Parameters
@@ -140,12 +142,12 @@ def flash_backward(n, d, m, dropout=False, mask=False, blocks=None):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flash_backward : counts them as it computes.
+    cuattn.reference.flash_backward : Counts them as it computes.
 
     Notes
     -----
@@ -166,7 +168,7 @@ def flash_backward(n, d, m, dropout=False, mask=False, blocks=None):
     return Traffic(reads, writes=5 * n * d + rows * d)
 
 
-def flash_jvp(n, d, m, dropout=False, mask=False, blocks=None):
+def flash_jvp(n: int, d: int, m: int, dropout: bool = False, mask: bool = False, blocks: Any = None) -> Traffic:
     """Count the accesses of Algorithm 2 (5 with `blocks`) with its derivative along tangents of Q, K and V.
 
     Parameters
@@ -181,12 +183,12 @@ def flash_jvp(n, d, m, dropout=False, mask=False, blocks=None):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flash_jvp : counts them as it computes.
+    cuattn.reference.flash_jvp : Counts them as it computes.
 
     Notes
     -----
@@ -205,7 +207,9 @@ def flash_jvp(n, d, m, dropout=False, mask=False, blocks=None):
     return Traffic(reads, writes)
 
 
-def flash_backward_jvp(n, d, m, dropout=False, mask=False, blocks=None):
+def flash_backward_jvp(
+    n: int, d: int, m: int, dropout: bool = False, mask: bool = False, blocks: Any = None
+) -> Traffic:
     """Count the accesses of Algorithm 4 with its derivative along tangents.
 
     Parameters
@@ -219,12 +223,12 @@ def flash_backward_jvp(n, d, m, dropout=False, mask=False, blocks=None):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flash_backward_jvp : counts them as it computes.
+    cuattn.reference.flash_backward_jvp : Counts them as it computes.
 
     Notes
     -----
@@ -250,7 +254,7 @@ def _rows_visited(n, d, m, blocks):
     return int(blocks.sum(1) @ block_lengths(n, sizes.b_r)), blocks.size
 
 
-def swapped_forward(n, d, m):
+def swapped_forward(n: int, d: int, m: int) -> Traffic:
     """Count the accesses of the lecture's forward with swapped loops, B_r = B_c: 2 T_r N d + 2 N d + 2 N.
 
     See :func:`lecture_swapped_forward` for the derivation.
@@ -262,12 +266,12 @@ def swapped_forward(n, d, m):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.swapped_forward : counts them as it computes.
+    cuattn.reference.swapped_forward : Counts them as it computes.
 
     Examples
     --------
@@ -279,7 +283,7 @@ def swapped_forward(n, d, m):
     return Traffic(reads=n * d + 2 * t_r * n * d, writes=n * d + 2 * n)
 
 
-def rabe_staats_forward(n, d, m):
+def rabe_staats_forward(n: int, d: int, m: int) -> Traffic:
     """Count the accesses of Rabe and Staats' chunked forward, with the chunks that FlashAttention would take.
 
     Parameters
@@ -289,12 +293,12 @@ def rabe_staats_forward(n, d, m):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.rabe_staats_forward : counts them as it computes.
+    cuattn.reference.rabe_staats_forward : Counts them as it computes.
 
     Notes
     -----
@@ -312,7 +316,7 @@ def rabe_staats_forward(n, d, m):
     return Traffic(reads=n * d + 2 * sizes.t_r * n * d + summaries, writes=summaries + n * d)
 
 
-def flashmask_forward(n, d, m, tiles):
+def flashmask_forward(n: int, d: int, m: int, tiles: Tiles) -> Traffic:
     """Count the accesses of FlashMask's Algorithm 1.
 
     Parameters
@@ -324,12 +328,12 @@ def flashmask_forward(n, d, m, tiles):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flashmask_forward : counts them as it computes.
+    cuattn.reference.flashmask_forward : Counts them as it computes.
 
     Notes
     -----
@@ -353,7 +357,7 @@ def flashmask_forward(n, d, m, tiles):
     return Traffic(reads, writes=_MASK_BOUNDS * sizes.t_c + n * d + n)
 
 
-def flashmask_backward(n, d, m, tiles):
+def flashmask_backward(n: int, d: int, m: int, tiles: Tiles) -> Traffic:
     """Count the accesses of FlashMask's Algorithm 2.
 
     Parameters
@@ -365,12 +369,12 @@ def flashmask_backward(n, d, m, tiles):
 
     Returns
     -------
-    traffic : Traffic
+    Traffic
         Elements read and written.
 
     See Also
     --------
-    cuattn.reference.flashmask_backward : counts them as it computes.
+    cuattn.reference.flashmask_backward : Counts them as it computes.
 
     Notes
     -----

@@ -3,7 +3,7 @@
 from cuattn.io_model.sizes import MASK_VECTORS, cdiv
 
 
-def theorem_2_standard(n, d):
+def theorem_2_standard(n: int, d: int) -> int:
     """Return N d + N^2: standard attention's HBM accesses are Theta of it, forward (Theorem 2) and backward (5).
 
     Parameters
@@ -13,13 +13,13 @@ def theorem_2_standard(n, d):
 
     Returns
     -------
-    accesses : int
+    int
         The expression, without the constant that Theta hides.
 
     See Also
     --------
-    standard_forward : the exact count.
-    theorem_2_flash : with tiling.
+    standard_forward : The exact count.
+    theorem_2_flash : With tiling.
 
     Examples
     --------
@@ -30,7 +30,7 @@ def theorem_2_standard(n, d):
     return n * d + n * n
 
 
-def theorem_2_flash(n, d, m):
+def theorem_2_flash(n: int, d: int, m: int) -> float:
     """Return N^2 d^2 / M: FlashAttention's HBM accesses are Theta of it, forward (Theorem 2) and backward (5).
 
     Parameters
@@ -40,13 +40,13 @@ def theorem_2_flash(n, d, m):
 
     Returns
     -------
-    accesses : float
+    float
         The expression, without the constant that Theta hides.
 
     See Also
     --------
-    flash_forward : the exact count.
-    theorem_2_standard : without tiling.
+    flash_forward : The exact count.
+    theorem_2_standard : Without tiling.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def theorem_2_flash(n, d, m):
     return n * n * d * d / m
 
 
-def proposition_4(n, d, m, s):
+def proposition_4(n: int, d: int, m: int, s: float) -> float:
     """Return N d + s N^2 d^2 / M: block-sparse FlashAttention's accesses are Theta of it (Proposition 4).
 
     Parameters
@@ -69,12 +69,12 @@ def proposition_4(n, d, m, s):
 
     Returns
     -------
-    accesses : float
+    float
         The expression, without the constant that Theta hides.
 
     See Also
     --------
-    theorem_2_flash : without a block mask.
+    theorem_2_flash : Without a block mask.
 
     Examples
     --------
@@ -85,7 +85,7 @@ def proposition_4(n, d, m, s):
     return n * d + s * theorem_2_flash(n, d, m)
 
 
-def lecture_forward(n, d, m, s=1):
+def lecture_forward(n: int, d: int, m: int, s: float = 1) -> float:
     """Return the lecture's s (12 N^2 d^2 / M + 16 N^2 d / M) + 3 N d for Algorithm 1 (outer loop over K, V) and 5.
 
     Parameters
@@ -97,13 +97,13 @@ def lecture_forward(n, d, m, s=1):
 
     Returns
     -------
-    accesses : float
+    float
         Elements read and written.
 
     See Also
     --------
-    lecture_swapped_forward : with the loops swapped.
-    flash_forward : the exact count.
+    lecture_swapped_forward : With the loops swapped.
+    flash_forward : The exact count.
 
     Notes
     -----
@@ -127,7 +127,7 @@ def lecture_forward(n, d, m, s=1):
     return s * (12 * n * n * d * d / m + 16 * n * n * d / m) + 3 * n * d
 
 
-def lecture_swapped_forward(n, d, m):
+def lecture_swapped_forward(n: int, d: int, m: int) -> float:
     """Return the lecture's 8 N^2 d^2 / M + 3 N d + 2 N for the swapped loops (outer loop over Q, O on chip).
 
     Parameters
@@ -137,13 +137,13 @@ def lecture_swapped_forward(n, d, m):
 
     Returns
     -------
-    accesses : float
+    float
         Elements read and written.
 
     See Also
     --------
-    lecture_forward : the paper's order of loops.
-    swapped_forward : the exact count.
+    lecture_forward : The paper's order of loops.
+    swapped_forward : The exact count.
 
     Notes
     -----
@@ -163,7 +163,7 @@ def lecture_swapped_forward(n, d, m):
     return 8 * n * n * d * d / m + 3 * n * d + 2 * n
 
 
-def flashmask_vectors(n, b_r):
+def flashmask_vectors(n: int, b_r: int) -> int:
     """Return 4 T_r N: the most that FlashMask's forward reads of its four mask vectors (section 4.3).
 
     Every block of B_r rows reads the vectors of all keys: less than the N^2 of a dense mask by the factor B_r / 4.
@@ -178,12 +178,12 @@ def flashmask_vectors(n, b_r):
 
     Returns
     -------
-    reads : int
+    int
         Elements read, when every tile is partial.
 
     See Also
     --------
-    flashmask_forward : accesses of the whole algorithm.
+    flashmask_forward : Accesses of the whole algorithm.
 
     Examples
     --------

@@ -11,7 +11,17 @@ _ALIGNMENT = 256  # bytes
 
 
 class Traffic(NamedTuple):
-    """Elements moved between HBM and the chip."""
+    """Elements moved between HBM and the chip.
+
+    See Also
+    --------
+    cuattn.reference.Counts : What an algorithm counted.
+
+    Examples
+    --------
+    >>> Traffic(reads=3, writes=1).total
+    4
+    """
 
     reads: int
     writes: int
@@ -23,7 +33,17 @@ class Traffic(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Block sizes B_r (rows of Q) and B_c (rows of K, V), and the numbers of blocks T_r and T_c."""
+    """Block sizes B_r (rows of Q) and B_c (rows of K, V), and the numbers of blocks T_r and T_c.
+
+    See Also
+    --------
+    block_sizes : Makes them.
+
+    Examples
+    --------
+    >>> block_sizes(8, 2, 16)
+    Blocks(b_r=2, b_c=2, t_r=4, t_c=4)
+    """
 
     b_r: int
     b_c: int
@@ -36,6 +56,17 @@ class Tiles(NamedTuple):
 
     `visited` tiles are not skipped; in a visited tile, `lower` says that the first interval (LTS, LTE) must be
     tested element by element, `upper` the same of the second (UTS, UTE).
+
+    See Also
+    --------
+    flashmask_forward : Counts what they cost.
+
+    Examples
+    --------
+    >>> from cuattn import masks, reference
+    >>> x = np.ones((8, 2))
+    >>> reference.flashmask_forward(x, x, x, masks.causal(8), 16).tiles.visited.sum()
+    np.int64(10)
     """
 
     visited: np.ndarray
@@ -43,7 +74,7 @@ class Tiles(NamedTuple):
     upper: np.ndarray
 
 
-def block_sizes(n, d, m, square=False):
+def block_sizes(n: int, d: int, m: int, square: bool = False) -> Blocks:
     """Return the papers' block sizes, B_c = ceil(M / 4d) and B_r = min(ceil(M / 4d), d).
 
     Parameters
@@ -55,7 +86,7 @@ def block_sizes(n, d, m, square=False):
 
     Returns
     -------
-    blocks : Blocks
+    Blocks
         B_r, B_c and the numbers of blocks T_r and T_c.
 
     Raises
@@ -65,7 +96,7 @@ def block_sizes(n, d, m, square=False):
 
     See Also
     --------
-    flash_forward : accesses with these blocks.
+    flash_forward : Accesses with these blocks.
 
     Examples
     --------
@@ -99,7 +130,7 @@ def cdiv(a, b):
 
     Returns
     -------
-    blocks : int or ndarray of int
+    int or ndarray of int
         Exact for integers of any size, which ``math.ceil(a / b)`` is not.
 
     Examples

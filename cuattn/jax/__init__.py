@@ -36,7 +36,7 @@ def attention(
     mask: Any = None,
     bias: jax.Array | None = None,
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     enable_gqa: bool = False,
@@ -77,7 +77,7 @@ def attention(
 
     Returns
     -------
-    o : jax.Array, (..., Hq, Nq, dv)
+    jax.Array, (..., Hq, Nq, dv)
         The output, in q's dtype.  A row that sees no key is 0.
 
     Raises
@@ -90,7 +90,7 @@ def attention(
 
     See Also
     --------
-    cuattn.attention : the same for arrays of any kind, without derivatives.
+    cuattn.attention : The same for arrays of any kind, without derivatives.
 
     Notes
     -----

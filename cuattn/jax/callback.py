@@ -28,7 +28,7 @@ def call(run: Callable[..., list[Any]], results: list[Any], arrays: Sequence[Any
 
     Returns
     -------
-    results : list of jax.Array
+    list of jax.Array
     """
     try:
         from jax.experimental.buffer_callback import buffer_callback

@@ -8,9 +8,17 @@ import numpy as np
 from cuattn.errors import MaskError
 from cuattn.io_model.sizes import cdiv
 from cuattn.masks import checks
-from cuattn.masks.base import Mask
+from cuattn.masks.base import Instance, Mask
 from cuattn.masks.column import ColumnMask
-from cuattn.masks.cuda_half import CudaHalf, alive_kernels, alive_tables, boolean_kernels, boolean_tables, source_of
+from cuattn.masks.cuda_half import (
+    CudaHalf,
+    Source,
+    alive_kernels,
+    alive_tables,
+    boolean_kernels,
+    boolean_tables,
+    source_of,
+)
 from cuattn.masks.device import copy, namespace
 from cuattn.masks.runs import Runs, indices, length_of, taken
 
@@ -50,7 +58,7 @@ class CellMask(Mask):
             for length, cells, size in zip((n_queries, n_keys), self._array.shape[-2:], self.block, strict=True)
         )
 
-    def hidden(self, instance, rows, keys):
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
         matrix = self._array[instance]
         xp = namespace(matrix)
         rows, keys = (
@@ -59,7 +67,7 @@ class CellMask(Mask):
         )  # a single cell holds all there is
         return ~matrix[rows][:, keys].T
 
-    def states(self, instance, block_m, block_n, start, stop):
+    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         matrix = self._array[instance]
         xp, (rows, columns) = namespace(matrix), matrix.shape
         top, bottom = _cells_of_tiles(self.n_queries, block_m, self.block_m, rows)
@@ -72,7 +80,7 @@ class CellMask(Mask):
         some, every = before[..., right] - before[..., left]
         return (some > 0).astype(xp.int8) + (every == right - left)
 
-    def source(self):
+    def source(self) -> Source:
         return source_of(self._array, block_m=self.block_m, block_n=self.block_n)
 
     def _restrict(self, rows, keys):
@@ -83,7 +91,7 @@ class CellMask(Mask):
     def _heads(self, part):
         return self._wrap(self._array[..., part, :, :].copy(), *self._parameters)
 
-    def joined(self, other):
+    def joined(self, other: Mask) -> Mask | None:
         if not isinstance(other, CellMask) or self.block != other.block:
             return None
         return self._wrap(self._array & other._array, *self.block, False, self._lengths or other._lengths)
@@ -159,7 +167,7 @@ class BlockMask(CellMask):
     """
 
     kind = "block"
-    cuda = CudaHalf(8, 1, "blocks", "mask", alive_tables, alive_kernels, by_tile=False)
+    cuda: ClassVar[CudaHalf | None] = CudaHalf(8, 1, "blocks", "mask", alive_tables, alive_kernels, by_tile=False)
 
     def __init__(self, blocks: Any, block_m: int, block_n: int) -> None:
         self._settle(copy(checks.booleans("blocks", blocks)), *checks.tile(block_m, block_n), False, None)
@@ -198,8 +206,8 @@ class BooleanMask(CellMask):
 
     See Also
     --------
-    ColumnMask : the same in O(N), where two intervals a key suffice.
-    BlockMask : whole blocks.
+    ColumnMask : The same in O(N), where two intervals a key suffice.
+    BlockMask : Whole blocks.
 
     Examples
     --------
@@ -210,7 +218,7 @@ class BooleanMask(CellMask):
     """
 
     kind = "boolean"
-    cuda = CudaHalf(16, 1, "boolean", "boolean", boolean_tables, boolean_kernels)
+    cuda: ClassVar[CudaHalf | None] = CudaHalf(16, 1, "boolean", "boolean", boolean_tables, boolean_kernels)
     _stretches = True
 
     def __init__(self, array: Any) -> None:
@@ -230,7 +238,7 @@ class BooleanMask(CellMask):
     def unowned(self) -> bool:
         return self.borrowed
 
-    def as_columns(self, n_queries, n_keys):
+    def as_columns(self, n_queries: int, n_keys: int) -> Mask:
         if self.on_device or self.array.shape[-1] != n_keys:
             return self
         try:

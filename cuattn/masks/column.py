@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from cuattn.errors import DtypeError, MaskError, shown
 from cuattn.masks import checks, convert
-from cuattn.masks.cuda_half import CudaHalf, column_kernels, column_tables, source_of
+from cuattn.masks.base import Mask
+from cuattn.masks.cuda_half import CudaHalf, Source, column_kernels, column_tables, source_of
 from cuattn.masks.device import namespace, pack
 from cuattn.masks.intervals import IntervalMask, join
 from cuattn.masks.runs import Reach, indices, kept_before, length_of, taken
@@ -46,9 +47,9 @@ class ColumnMask(IntervalMask):
 
     See Also
     --------
-    from_function : makes one of a Python function that is one.
-    causal_document : a constructor; the others stand beside it.
-    BlockMask : whole blocks.
+    from_function : Makes one of a Python function that is one.
+    causal_document : A constructor; the others stand beside it.
+    BlockMask : Whole blocks.
 
     Notes
     -----
@@ -75,7 +76,7 @@ class ColumnMask(IntervalMask):
 
     kind = "column"
     _names = ("lts", "lte", "uts", "ute")
-    cuda = CudaHalf(1, 4, "column", None, column_tables, column_kernels)
+    cuda: ClassVar[CudaHalf | None] = CudaHalf(1, 4, "column", None, column_tables, column_kernels)
     lts: Any
     lte: Any
     uts: Any
@@ -269,10 +270,10 @@ class ColumnMask(IntervalMask):
         """
         return self._of(self.n_keys, *convert.transpose(self.to_host()._array, self.n_queries))
 
-    def source(self):
+    def source(self) -> Source:
         return source_of(namespace(self._array).moveaxis(self._array, 0, -2))
 
-    def joined(self, other):
+    def joined(self, other: Mask) -> Mask | None:
         found = convert.runs(join((self, other))[0]._array, self.n_queries)
         two = (found[0] <= 2).all()
         return self._of(self.n_queries, *convert.assign(*found, self.n_queries)) if two else None

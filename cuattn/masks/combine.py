@@ -10,7 +10,7 @@ import numpy as np
 
 from cuattn.errors import MaskError
 from cuattn.masks import checks
-from cuattn.masks.base import Mask
+from cuattn.masks.base import Instance, Mask
 from cuattn.masks.cells import BooleanMask
 from cuattn.masks.device import namespace
 from cuattn.masks.intervals import join
@@ -40,8 +40,8 @@ class AllOf(Mask):
 
     See Also
     --------
-    ColumnMask : two intervals a key, which the AND of two often is.
-    BooleanMask : element by element.
+    ColumnMask : Two intervals a key, which the AND of two often is.
+    BooleanMask : Element by element.
 
     Notes
     -----
@@ -113,10 +113,10 @@ class AllOf(Mask):
     def _bound(self, n_queries, n_keys):
         return AllOf([part.bind(n_queries, n_keys) for part in self.parts])
 
-    def hidden(self, instance, rows, keys):
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
         return reduce(or_, self._gathered(part.hidden(part.instance(instance), rows, keys) for part in self._walk))
 
-    def states(self, instance, block_m, block_n, start, stop):
+    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         found = (part.states(part.instance(instance), block_m, block_n, start, stop) for part in self._walk)
         return reduce(namespace(self._array).minimum, self._gathered(found))
 

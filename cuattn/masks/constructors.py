@@ -73,12 +73,12 @@ def full(n_queries: int, n_keys: int | None = None) -> ColumnMask:
 
     Returns
     -------
-    mask : ColumnMask
+    ColumnMask
         The mask, with vectors of shape (n_keys,).
 
     See Also
     --------
-    causal : the lower triangle.
+    causal : The lower triangle.
 
     Examples
     --------
@@ -103,13 +103,13 @@ def causal(n_queries: int, n_keys: int | None = None, align: str = "bottom_right
 
     Returns
     -------
-    mask : ColumnMask
+    ColumnMask
         The mask, with vectors of shape (n_keys,).
 
     See Also
     --------
-    sliding_window : causal, and no further back.
-    full : everything.
+    sliding_window : Causal, and no further back.
+    full : Everything.
 
     Examples
     --------
@@ -136,12 +136,12 @@ def sliding_window(n: int, window: int) -> ColumnMask:
 
     Returns
     -------
-    mask : ColumnMask
+    ColumnMask
         The mask, with vectors of shape (n,).
 
     See Also
     --------
-    global_sliding_window : a window to both sides, with tokens that see and are seen by all.
+    global_sliding_window : A window to both sides, with tokens that see and are seen by all.
 
     Examples
     --------
@@ -171,12 +171,12 @@ def global_sliding_window(n: int, window: int, n_global: int) -> ColumnMask:
 
     Returns
     -------
-    mask : ColumnMask
+    ColumnMask
         The mask, with vectors of shape (n,).
 
     See Also
     --------
-    sliding_window : without global tokens, causal.
+    sliding_window : Without global tokens, causal.
 
     Examples
     --------
@@ -207,12 +207,12 @@ def prefix_lm_causal(n: int, prefix: int) -> ColumnMask:
 
     Returns
     -------
-    mask : ColumnMask
+    ColumnMask
         The mask, with vectors of shape (n,).
 
     See Also
     --------
-    prefix_lm_document : several of them in one sequence.
+    prefix_lm_document : Several of them in one sequence.
 
     Examples
     --------
@@ -242,12 +242,12 @@ def qk_sparse(n: int, spans: Any) -> ColumnMask:
 
     Returns
     -------
-    mask : ColumnMask
+    ColumnMask
         The mask, with vectors of shape (n,).
 
     See Also
     --------
-    eviction : keys that are seen until a row.
+    eviction : Keys that are seen until a row.
 
     Examples
     --------
@@ -279,12 +279,12 @@ def eviction(evicted_at: Any) -> ColumnMask:
 
     Returns
     -------
-    mask : ColumnMask
+    ColumnMask
         The mask, with vectors of shape (..., n).
 
     See Also
     --------
-    random_eviction : draws which keys go.
+    random_eviction : Draws which keys go.
 
     Examples
     --------
@@ -319,12 +319,12 @@ def random_eviction(n: int, start: int, rng: Any = None) -> ColumnMask:
 
     Returns
     -------
-    mask : ColumnMask
+    ColumnMask
         The mask, with vectors of shape (n,).
 
     See Also
     --------
-    eviction : of keys that are told.
+    eviction : Of keys that are told.
 
     Notes
     -----

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -54,8 +54,8 @@ class FunctionMask(Mask):
 
     See Also
     --------
-    from_function : makes one.
-    ColumnMask : what a function becomes where it can.
+    from_function : Makes one.
+    ColumnMask : What a function becomes where it can.
 
     Notes
     -----
@@ -78,8 +78,8 @@ class FunctionMask(Mask):
     """
 
     kind = "function"
-    cuda = CudaHalf(32, 1, "function", "function", function_tables, function_kernels)
-    elements = CudaHalf(16, 1, "function", None, element_tables, function_kernels)
+    cuda: ClassVar[CudaHalf | None] = CudaHalf(32, 1, "function", "function", function_tables, function_kernels)
+    elements: ClassVar[CudaHalf | None] = CudaHalf(16, 1, "function", None, element_tables, function_kernels)
     _parameter_names = ("_bound", "n_queries", "leading", "_first")
     _bound: Bound  # a Frozen, unless it reads a caller's arrays on a GPU
     _first: tuple[int, int]  # b and h of the first matrix
@@ -257,8 +257,8 @@ def from_function(
 
     See Also
     --------
-    FunctionMask : what it returns where no ColumnMask says the same.
-    ColumnMask.from_dense : makes a mask of a boolean array.
+    FunctionMask : What it returns where no ColumnMask says the same.
+    ColumnMask.from_dense : Makes a mask of a boolean array.
 
     Examples
     --------

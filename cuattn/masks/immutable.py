@@ -61,7 +61,8 @@ class Immutable(ABC):
     def __setattr__(self, name: str, *value: Any) -> None:
         raise AttributeError(f"cannot change {name}: {type(self).__name__} is immutable")
 
-    __delattr__ = __setattr__
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name)
 
     def __copy__(self: Self, memo: Any = None) -> Self:
         return self

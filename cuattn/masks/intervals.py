@@ -12,7 +12,7 @@ nothing.  Four integers per key tile and interval answer every question about th
 therefore never stored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache, partial, reduce
 from operator import or_
 from typing import Any, ClassVar
@@ -135,15 +135,17 @@ class IntervalMask(Mask):
         make = partial(tile_table, self._array, self.n_queries)
         return make if self.on_device else lru_cache(_TABLES)(make)
 
-    def hidden(self, instance, rows, keys):
+    def hidden(self, instance: Instance, rows: slice, keys: slice) -> Any:
         bounds = self._bounds(instance)[:, keys, None]
         i = namespace(bounds).arange(rows.start, rows.stop, dtype=bounds.dtype)
         return reduce(or_, [(start <= i) & (i < end) for start, end in zip(bounds[::2], bounds[1::2], strict=True)])
 
-    def states(self, instance, block_m, block_n, start, stop):
+    def states(self, instance: Instance, block_m: int, block_n: int, start: int, stop: int) -> Any:
         return tile_states(self._table(block_m, block_n)[instance], start, stop)
 
-    def patterns(self, instance, block_m, block_n, row_tiles, key_tiles):
+    def patterns(
+        self, instance: Instance, block_m: int, block_n: int, row_tiles: np.ndarray, key_tiles: np.ndarray
+    ) -> Sequence[Hashable]:
         bounds = np.pad(self._bounds(instance), ((0, 0), (0, -self.n_keys % block_n)))
         tiles = bounds.reshape(len(bounds), -1, block_n).swapaxes(0, 1)[key_tiles]
         tiles -= (row_tiles * block_m).astype(np.int32)[:, None, None]

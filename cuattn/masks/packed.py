@@ -26,11 +26,12 @@ def causal_document(lengths: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+        On the host, with as many rows and keys as there are tokens.
 
     See Also
     --------
-    document : without causality.
-    share_question : documents of a question and its answers.
+    document : Without causality.
+    share_question : Documents of a question and its answers.
 
     Examples
     --------
@@ -55,11 +56,12 @@ def document(lengths: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+        On the host, with as many rows and keys as there are tokens.
 
     See Also
     --------
-    causal_document : with causality.
-    hash_sparse : buckets in place of documents.
+    causal_document : With causality.
+    hash_sparse : Buckets in place of documents.
 
     Examples
     --------
@@ -86,10 +88,11 @@ def share_question(documents: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+        On the host, with as many rows and keys as there are tokens.
 
     See Also
     --------
-    causal_document : documents without answers of their own.
+    causal_document : Documents without answers of their own.
 
     Examples
     --------
@@ -127,10 +130,11 @@ def causal_blockwise(lengths: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+        On the host, with as many rows and keys as there are tokens.
 
     See Also
     --------
-    causal_document : blocks that never see each other.
+    causal_document : Blocks that never see each other.
 
     Examples
     --------
@@ -159,11 +163,12 @@ def prefix_lm_document(documents: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+        On the host, with as many rows and keys as there are tokens.
 
     See Also
     --------
-    prefix_lm_causal : one prefix in one sequence.
-    causal_document : without prefixes.
+    prefix_lm_causal : One prefix in one sequence.
+    causal_document : Without prefixes.
 
     Examples
     --------
@@ -195,10 +200,11 @@ def hash_sparse(bucket_lengths: Any) -> ColumnMask:
     Returns
     -------
     ColumnMask
+        On the host, with as many rows and keys as there are tokens.
 
     See Also
     --------
-    causal_document : the same mask of documents.
+    causal_document : The same mask of documents.
 
     Examples
     --------

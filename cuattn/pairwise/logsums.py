@@ -18,6 +18,19 @@ class SoftminGradients(NamedTuple):
     Attributes
     ----------
     dx, dy, dh : array
+
+    See Also
+    --------
+    softmin_backward : Returns one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn import pairwise
+    >>> x, y, h = np.zeros((1, 2)), np.ones((3, 2)), np.zeros(3)
+    >>> f = pairwise.softmin(x, y, h, eps=0.5)
+    >>> pairwise.softmin_backward(np.ones(1), x, y, h, f, eps=0.5).dx
+    array([[-1., -1.]])
     """
 
     dx: Any
@@ -50,7 +63,7 @@ def softmin(
     *,
     eps: Any,
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> Any:
@@ -67,7 +80,7 @@ def softmin(
 
     Returns
     -------
-    f : array, (..., M)
+    array, (..., M)
         In x's dtype and kind; +inf where a row has no pairs.
 
     Raises
@@ -76,8 +89,8 @@ def softmin(
 
     See Also
     --------
-    softmin_backward : its gradients.
-    sinkhorn : optimal transport by repeated soft minima.
+    softmin_backward : Its gradients.
+    sinkhorn : Optimal transport by repeated soft minima.
 
     Notes
     -----
@@ -111,7 +124,7 @@ def softmin_backward(
     *,
     eps: Any,
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> SoftminGradients:
@@ -141,7 +154,7 @@ def softmin_backward(
 
     See Also
     --------
-    softmin : the function.
+    softmin : The function.
 
     Examples
     --------
@@ -190,7 +203,7 @@ def log_density(
     bandwidth: Any,
     log_weights: Any = None,
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> Any:
@@ -207,7 +220,7 @@ def log_density(
 
     Returns
     -------
-    log_density : array, (..., M)
+    array, (..., M)
         Normalised: the density integrates to 1.  In x's dtype and kind; -inf where a row has no pairs.
 
     Raises
@@ -216,7 +229,7 @@ def log_density(
 
     See Also
     --------
-    softmin : the sum behind it, without normalisation.
+    softmin : The sum behind it, without normalisation.
 
     Notes
     -----

@@ -22,7 +22,7 @@ def linear_operator(
     ridge: float = 0.0,
     kernel_function: str = "gaussian",
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> Any:
@@ -42,7 +42,7 @@ def linear_operator(
 
     Returns
     -------
-    operator : scipy.sparse.linalg.LinearOperator
+    scipy.sparse.linalg.LinearOperator
         CuPy's for arrays on a GPU.  Vectors are cast to x's dtype.
 
     Raises
@@ -51,7 +51,7 @@ def linear_operator(
 
     See Also
     --------
-    matvec : one product.
+    matvec : One product.
 
     Examples
     --------

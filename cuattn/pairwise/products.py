@@ -53,6 +53,18 @@ class MatvecGradients(NamedTuple):
     dx, dy, db : array
     dbandwidth : array
         0-d.
+
+    See Also
+    --------
+    matvec_backward : Returns one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn import pairwise
+    >>> x = np.zeros((1, 2))
+    >>> pairwise.matvec_backward(np.ones(1), x, x, np.ones(1), bandwidth=1.0).db
+    array([1.])
     """
 
     dx: Any
@@ -99,7 +111,7 @@ def matvec(
     bandwidth: Any,
     kernel_function: str = "gaussian",
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> Any:
@@ -116,7 +128,7 @@ def matvec(
 
     Returns
     -------
-    a : array, (..., M, p) or (..., M)
+    array, (..., M, p) or (..., M)
         The products, in x's dtype and kind; 0 where a row has no pairs.
 
     Raises
@@ -125,8 +137,8 @@ def matvec(
 
     See Also
     --------
-    matvec_backward : its gradients.
-    linear_operator : the same for solvers.
+    matvec_backward : Its gradients.
+    linear_operator : The same for solvers.
 
     Notes
     -----
@@ -164,7 +176,7 @@ def matvec_backward(
     bandwidth: Any,
     kernel_function: str = "gaussian",
     mask: Any = None,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     precision: str | None = None,
     kernel: str | None = None,
 ) -> MatvecGradients:
@@ -192,7 +204,7 @@ def matvec_backward(
 
     See Also
     --------
-    matvec : the function.
+    matvec : The function.
 
     Examples
     --------

@@ -19,7 +19,24 @@ _EVERY = 10  # iterations between looks at the error
 
 
 class ConvergenceWarning(RuntimeWarning):
-    """An iteration ended before its error was below `tol`."""
+    """An iteration ended before its error was below `tol`.
+
+    See Also
+    --------
+    sinkhorn : Warns.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> import numpy as np
+    >>> from cuattn import pairwise
+    >>> x, y = np.random.default_rng(0).standard_normal((2, 5, 2))
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     found = pairwise.sinkhorn(x, y, eps=0.01, n_iters=1, tol=1e-9)
+    >>> caught[0].category is pairwise.ConvergenceWarning, found.converged
+    (True, False)
+    """
 
 
 class _Sinkhorn(NamedTuple):
@@ -46,6 +63,18 @@ class Sinkhorn(_Sinkhorn):
         ``|P 1 - a|_1``, of the worst problem, as it was last read; None if it never was.
     converged : bool or None
         Whether it is at most `tol`.
+
+    See Also
+    --------
+    sinkhorn : Returns one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuattn import pairwise
+    >>> found = pairwise.sinkhorn(np.zeros((1, 2)), np.ones((1, 2)), eps=0.1)
+    >>> found.cost, found.converged
+    (array(1.), True)
     """
 
     _plans: _Plans
@@ -186,7 +215,7 @@ def sinkhorn(
 
     See Also
     --------
-    softmin : half an iteration.
+    softmin : Half an iteration.
 
     Notes
     -----

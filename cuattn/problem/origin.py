@@ -47,8 +47,8 @@ class Origin:
 
     See Also
     --------
-    merge : combines parts over disjoint keys.
-    cuattn.distributed : gives parts their places by itself.
+    merge : Combines parts over disjoint keys.
+    cuattn.distributed : Gives parts their places by itself.
 
     Notes
     -----

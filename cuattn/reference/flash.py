@@ -5,7 +5,10 @@ Algorithm 1 is Algorithm 2 without tau, mask and dropout; block-sparse attention
 same with one `if`.
 """
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn import rng as random
 from cuattn.errors import ArgumentError
@@ -22,8 +25,19 @@ from cuattn.reference.steps import (
 
 
 def flash_forward(
-    q, k, v, M, *, blocks=None, scale=None, mask=None, dropout_p=0.0, rng=None, b=0, dtype=np.float64
-):  # fmt: skip
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    M: int,
+    *,
+    blocks: ArrayLike | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    b: int = 0,
+    dtype: DTypeLike = np.float64,
+) -> Forward:
     """Run Algorithm 2, FlashAttention's forward; with `blocks` Algorithm 5; with scale=1 alone Algorithm 1.
 
     Parameters
@@ -36,7 +50,7 @@ def flash_forward(
         The block sparsity mask, for the blocks of :func:`cuattn.io_model.block_sizes`: rows of block i see keys of
         block j where it is true.  `mask` applies inside the nonzero blocks.
     scale : float, optional
-        tau; d**-0.5 by default.
+        The papers' tau; d**-0.5 by default.
     mask : callable or array_like of bool, (N, N), optional
         What may be seen: a function of row and key indices (i, j), evaluated on the chip, or an array in HBM whose
         tiles are loaded and counted.
@@ -51,7 +65,7 @@ def flash_forward(
 
     Returns
     -------
-    forward : Forward
+    Forward
         O, l, m, the random state (None without dropout) and the accesses: Theta(N^2 d^2 / M), or
         Theta(N d + s N^2 d^2 / M) for a share s of nonzero blocks.
 
@@ -64,8 +78,8 @@ def flash_forward(
 
     See Also
     --------
-    swapped_forward : with queries outside.
-    cuattn.forward : for speed.
+    swapped_forward : With queries outside.
+    cuattn.forward : For speed.
 
     Examples
     --------
@@ -96,7 +110,21 @@ def flash_forward(
     return Forward(*hbm.take("O", "l", "m"), options.state, hbm.counts)
 
 
-def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, dropout_p=0.0, b=0, dtype=np.float64):
+def flash_backward(
+    do: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    fwd: Forward,
+    M: int,
+    *,
+    blocks: ArrayLike | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    b: int = 0,
+    dtype: DTypeLike = np.float64,
+) -> Backward:
     """Run Algorithm 4, FlashAttention's backward, which computes S and P again from l and m.
 
     Parameters
@@ -112,8 +140,8 @@ def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, d
 
     Returns
     -------
-    backward : Backward
-        dQ, dK, dV and the accesses: Theta(N^2 d^2 / M), or Theta(N d + s N^2 d^2 / M) with `blocks`.
+    Backward
+        The gradients dQ, dK, dV and the accesses: Theta(N^2 d^2 / M), or Theta(N d + s N^2 d^2 / M) with `blocks`.
 
     Raises
     ------
@@ -122,8 +150,8 @@ def flash_backward(do, q, k, v, fwd, M, *, blocks=None, scale=None, mask=None, d
 
     See Also
     --------
-    flash_forward : gives what it takes.
-    cuattn.backward : for speed.
+    flash_forward : Gives what it takes.
+    cuattn.backward : For speed.
 
     Examples
     --------

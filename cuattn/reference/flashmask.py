@@ -4,9 +4,10 @@ Row i may not see key j when LTS[j] <= i < LTE[j] or UTS[j] <= i < UTE[j].  The 
 over a block of keys, eight numbers, tell which tiles are skipped and which need no element test (eq. 4).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn.io_model import Tiles
 from cuattn.reference.steps import (
@@ -24,7 +25,19 @@ _VECTORS = "LTS", "LTE", "UTS", "UTE"
 
 
 class FlashMaskForward(NamedTuple):
-    """O (N, d), the logsumexp L (N,), -inf in an empty row, what was done with each tile, and the accesses."""
+    """O (N, d), the logsumexp L (N,), -inf in an empty row, what was done with each tile, and the accesses.
+
+    See Also
+    --------
+    flashmask_forward : Returns one.
+
+    Examples
+    --------
+    >>> from cuattn import masks
+    >>> x = np.ones((8, 2))
+    >>> flashmask_forward(x, x, x, masks.causal(8), 16).o.shape
+    (8, 2)
+    """
 
     o: np.ndarray
     lse: np.ndarray
@@ -32,7 +45,16 @@ class FlashMaskForward(NamedTuple):
     counts: Counts
 
 
-def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
+def flashmask_forward(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    mask: Any,
+    M: int,
+    *,
+    scale: float | None = None,
+    dtype: DTypeLike = np.float64,
+) -> FlashMaskForward:
     """Run FlashMask's Algorithm 1.
 
     Parameters
@@ -51,7 +73,7 @@ def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
 
     Returns
     -------
-    forward : FlashMaskForward
+    FlashMaskForward
         O, the logsumexp L, what was done with each tile, and the accesses.
 
     Raises
@@ -63,8 +85,8 @@ def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
 
     See Also
     --------
-    cuattn.io_model.flashmask_forward : predicts its counts.
-    cuattn.forward : for speed.
+    cuattn.io_model.flashmask_forward : Predicts its counts.
+    cuattn.forward : For speed.
 
     Examples
     --------
@@ -109,7 +131,18 @@ def flashmask_forward(q, k, v, mask, M, *, scale=None, dtype=np.float64):
     return FlashMaskForward(*hbm.take("O", "L"), tiles, hbm.counts)
 
 
-def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float64):
+def flashmask_backward(
+    do: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    fwd: FlashMaskForward,
+    mask: Any,
+    M: int,
+    *,
+    scale: float | None = None,
+    dtype: DTypeLike = np.float64,
+) -> Backward:
     """Run FlashMask's Algorithm 2.
 
     Parameters
@@ -127,8 +160,8 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
 
     Returns
     -------
-    backward : Backward
-        dQ, dK, dV and the accesses.
+    Backward
+        The gradients dQ, dK, dV and the accesses.
 
     Raises
     ------
@@ -137,8 +170,8 @@ def flashmask_backward(do, q, k, v, fwd, mask, M, *, scale=None, dtype=np.float6
 
     See Also
     --------
-    flashmask_forward : gives what it takes.
-    cuattn.backward : for speed.
+    flashmask_forward : Gives what it takes.
+    cuattn.backward : For speed.
 
     Notes
     -----

@@ -8,19 +8,33 @@ the blocks of Algorithm 1, so that every tile fits as it does there.
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn.reference.steps import Backward, Counts, blocks, softmax_tile, start
 
 
 class StandardForward(NamedTuple):
-    """O (N, d) and P (N, N), which the standard backward needs, and the accesses."""
+    """O (N, d) and P (N, N), which the standard backward needs, and the accesses.
+
+    See Also
+    --------
+    standard_forward : Returns one.
+
+    Examples
+    --------
+    >>> x = np.ones((8, 2))
+    >>> standard_forward(x, x, x, 16).p[0, 0]
+    np.float64(0.125)
+    """
 
     o: np.ndarray
     p: np.ndarray
     counts: Counts
 
 
-def standard_forward(q, k, v, M, *, dtype=np.float64):
+def standard_forward(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, M: int, *, dtype: DTypeLike = np.float64
+) -> StandardForward:
     """Run Algorithm 0: S = Q K^T, P = softmax(S), O = P V, each step a kernel of its own.
 
     Parameters
@@ -34,7 +48,7 @@ def standard_forward(q, k, v, M, *, dtype=np.float64):
 
     Returns
     -------
-    forward : StandardForward
+    StandardForward
         O, P and the accesses: Theta(N d + N^2) for M >= d^2.
 
     Raises
@@ -46,7 +60,7 @@ def standard_forward(q, k, v, M, *, dtype=np.float64):
 
     See Also
     --------
-    flash_forward : without the matrix in slow memory.
+    flash_forward : Without the matrix in slow memory.
 
     Notes
     -----
@@ -71,7 +85,9 @@ def standard_forward(q, k, v, M, *, dtype=np.float64):
     return StandardForward(*hbm.take("O", "P"), hbm.counts)
 
 
-def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
+def standard_backward(
+    do: ArrayLike, q: ArrayLike, k: ArrayLike, v: ArrayLike, p: ArrayLike, M: int, *, dtype: DTypeLike = np.float64
+) -> Backward:
     """Run Algorithm 3: the gradients of Algorithm 0 from P in HBM.
 
     Parameters
@@ -87,8 +103,8 @@ def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
 
     Returns
     -------
-    backward : Backward
-        dQ, dK, dV and the accesses: Theta(N d + N^2) for M >= d^2.
+    Backward
+        The gradients dQ, dK, dV and the accesses: Theta(N d + N^2) for M >= d^2.
 
     Raises
     ------
@@ -97,7 +113,7 @@ def standard_backward(do, q, k, v, p, M, *, dtype=np.float64):
 
     See Also
     --------
-    flash_backward : without the matrix in slow memory.
+    flash_backward : Without the matrix in slow memory.
 
     Examples
     --------

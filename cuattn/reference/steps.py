@@ -1,8 +1,9 @@
 """The papers' machine, whose HBM is reached through counted accesses alone, and what the algorithms share on it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn.errors import ShapeError
 from cuattn.io_model import block_sizes
@@ -21,6 +22,15 @@ class Counts(NamedTuple):
         Elements of HBM allocated beyond the inputs and the outputs.
     sram : int
         On-chip buffers: the largest tile of each array, summed; the largest such sum over the kernels.
+
+    See Also
+    --------
+    HBM : Counts them.
+
+    Examples
+    --------
+    >>> HBM().counts.total
+    0
     """
 
     reads: int
@@ -47,7 +57,7 @@ class HBM:
 
     See Also
     --------
-    Counts : what it has counted.
+    Counts : What it has counted.
 
     Examples
     --------
@@ -60,19 +70,23 @@ class HBM:
     Counts(reads=8, writes=8, extra=12, sram=8)
     """
 
-    def __init__(self, dtype=np.float64):
-        self.dtype = np.dtype(dtype)
-        self._arrays = {}
-        self._buffers = {}
+    def __init__(self, dtype: DTypeLike = np.float64) -> None:
+        self.dtype: np.dtype = np.dtype(dtype)
+        self._arrays: dict[str, np.ndarray] = {}
+        self._buffers: dict[str, int] = {}
         self._reads = self._writes = self._extra = self._sram = 0
 
-    def place(self, name, array, dtype=None, shape=None):
+    def place(
+        self, name: str, array: ArrayLike, dtype: DTypeLike | None = None, shape: tuple[int, ...] | None = None
+    ) -> None:
         """Put a copy of a caller's array, of this shape, into HBM, where it is when the algorithm starts; no access."""
         if shape not in (None, np.shape(array)):
             raise ShapeError(f"{name} has shape {np.shape(array)}: expected {shape}")
         self._arrays[name] = np.array(array, dtype or self.dtype)
 
-    def allocate(self, shape, *names, fill=None, dtype=None, output=False):
+    def allocate(
+        self, shape: Any, *names: str, fill: Any = None, dtype: DTypeLike | None = None, output: bool = False
+    ) -> None:
         """Reserve arrays; with `fill`, write their initial value.  An `output` is not extra memory."""
         for name in names:
             array = self._arrays[name] = np.empty(shape, dtype or self.dtype)
@@ -80,30 +94,30 @@ class HBM:
             if fill is not None:
                 self.store(..., **{name: fill})
 
-    def load(self, index, *names):
+    def load(self, index: Any, *names: str) -> Any:
         """Read a tile of each array from HBM into its on-chip buffer and return them (copies); of one, itself."""
         tiles = [self.on_chip(name, np.array(self._arrays[name][index])) for name in names]
         self._reads += sum(tile.size for tile in tiles)
         return tiles if len(tiles) > 1 else tiles[0]
 
-    def store(self, index, **tiles):
+    def store(self, index: Any, **tiles: Any) -> None:
         """Write tiles from the chip to their place in the arrays of these names in HBM."""
         for name, tile in tiles.items():
             place = self._arrays[name][index]
             place[...] = tile
             self._writes += place.size
 
-    def on_chip(self, name, array):
+    def on_chip(self, name: str, array: np.ndarray) -> np.ndarray:
         """Note that an array computed on the chip occupies the buffer `name`, and return it."""
         self._buffers[name] = max(self._buffers.get(name, 0), array.size)
         self._sram = max(self._sram, sum(self._buffers.values()))
         return array
 
-    def end_kernel(self):
+    def end_kernel(self) -> None:
         """Free the on-chip buffers, as between two kernels."""
         self._buffers.clear()
 
-    def take(self, *names):
+    def take(self, *names: str) -> list[np.ndarray]:
         """Return arrays to the caller, who gets them in HBM; not an access."""
         return [self._arrays.pop(name) for name in names]
 
@@ -117,6 +131,17 @@ class Forward(NamedTuple):
     """O (N, d), the row sums l and row maxima m (N,), the random state (None without dropout), and the accesses.
 
     An empty row, one without any visible key, has O = 0, l = 0 and m = -inf.
+
+    See Also
+    --------
+    flash_forward : Returns one.
+
+    Examples
+    --------
+    >>> from cuattn import reference
+    >>> x = np.ones((8, 2))
+    >>> reference.flash_forward(x, x, x, 16).l[0]
+    np.float64(8.0)
     """
 
     o: np.ndarray
@@ -127,7 +152,19 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The gradients dQ, dK, dV (N, d), and the accesses."""
+    """The gradients dQ, dK, dV (N, d), and the accesses.
+
+    See Also
+    --------
+    flash_backward : Returns one.
+
+    Examples
+    --------
+    >>> from cuattn import reference
+    >>> x = np.ones((8, 2))
+    >>> reference.flash_backward(x, x, x, x, reference.flash_forward(x, x, x, 16), 16).dv[0].round(3)
+    array([1., 1.])
+    """
 
     dq: np.ndarray
     dk: np.ndarray

@@ -4,9 +4,10 @@ A tile of scores S has a tangent, T = tau (tQ K^T + Q tK^T).  Beside O, l and m 
 that of the logsumexp: the mean of T under the softmax.  Twice the arrays share the chip, so blocks are those of M / 2.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn.reference.flash import Options
 from cuattn.reference.steps import Counts, exp_minus, reciprocal, softmax_tile, start
@@ -14,7 +15,18 @@ from cuattn.rng import RNGState
 
 
 class Jvp(NamedTuple):
-    """O (N, d), l and m (N,), the random state, the tangents of O and of the logsumexp, and the accesses."""
+    """O (N, d), l and m (N,), the random state, the tangents of O and of the logsumexp, and the accesses.
+
+    See Also
+    --------
+    flash_jvp : Returns one.
+
+    Examples
+    --------
+    >>> x = np.ones((8, 2))
+    >>> flash_jvp(x, x, x, 0 * x, 0 * x, x, 16).to[0].round(3)
+    array([1., 1.])
+    """
 
     o: np.ndarray
     l: np.ndarray
@@ -26,7 +38,19 @@ class Jvp(NamedTuple):
 
 
 class BackwardJvp(NamedTuple):
-    """The gradients dQ, dK, dV (N, d), their tangents, and the accesses."""
+    """The gradients dQ, dK, dV (N, d), their tangents, and the accesses.
+
+    See Also
+    --------
+    flash_backward_jvp : Returns one.
+
+    Examples
+    --------
+    >>> x = np.ones((8, 2))
+    >>> jvp = flash_jvp(x, x, x, 0 * x, 0 * x, x, 16)
+    >>> flash_backward_jvp(x, x, x, x, jvp, x, 0 * x, 0 * x, x, 16).tdv[0].round(3)
+    array([1., 1.])
+    """
 
     dq: np.ndarray
     dk: np.ndarray
@@ -38,8 +62,22 @@ class BackwardJvp(NamedTuple):
 
 
 def flash_jvp(
-    q, k, v, tq, tk, tv, M, *, blocks=None, scale=None, mask=None, dropout_p=0.0, rng=None, b=0, dtype=np.float64
-):  # fmt: skip
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    tq: ArrayLike,
+    tk: ArrayLike,
+    tv: ArrayLike,
+    M: int,
+    *,
+    blocks: ArrayLike | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    rng: Any = None,
+    b: int = 0,
+    dtype: DTypeLike = np.float64,
+) -> Jvp:
     """Run Algorithm 2 or, with `blocks`, 5, with its derivative along tangents.
 
     Parameters
@@ -53,7 +91,7 @@ def flash_jvp(
 
     Returns
     -------
-    jvp : Jvp
+    Jvp
         O, l, m, the random state, the tangents of O and of the logsumexp, and the accesses: Theta(N^2 d^2 / M).
 
     Raises
@@ -63,8 +101,8 @@ def flash_jvp(
 
     See Also
     --------
-    flash_forward : without tangents.
-    cuattn.jvp : for speed.
+    flash_forward : Without tangents.
+    cuattn.jvp : For speed.
 
     Examples
     --------
@@ -111,8 +149,24 @@ def update(S_ij, T_ij, V_j, tV_j, O_i, tO_i, l_i, m_i, mu_i, Z_ij=1):
 
 
 def flash_backward_jvp(
-    do, q, k, v, jvp, tdo, tq, tk, tv, M, *, blocks=None, scale=None, mask=None, dropout_p=0.0, b=0, dtype=np.float64
-):  # fmt: skip
+    do: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    jvp: Jvp,
+    tdo: ArrayLike,
+    tq: ArrayLike,
+    tk: ArrayLike,
+    tv: ArrayLike,
+    M: int,
+    *,
+    blocks: ArrayLike | None = None,
+    scale: float | None = None,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    b: int = 0,
+    dtype: DTypeLike = np.float64,
+) -> BackwardJvp:
     """Run Algorithm 4 with its derivative along tangents: every product of it becomes two more.
 
     Parameters
@@ -130,8 +184,8 @@ def flash_backward_jvp(
 
     Returns
     -------
-    gradients : BackwardJvp
-        dQ, dK, dV, their tangents, and the accesses: Theta(N^2 d^2 / M).
+    BackwardJvp
+        The gradients dQ, dK, dV, their tangents, and the accesses: Theta(N^2 d^2 / M).
 
     Raises
     ------
@@ -140,8 +194,8 @@ def flash_backward_jvp(
 
     See Also
     --------
-    flash_jvp : gives what it takes.
-    cuattn.backward_jvp : for speed.
+    flash_jvp : Gives what it takes.
+    cuattn.backward_jvp : For speed.
 
     Examples
     --------

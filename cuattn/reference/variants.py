@@ -8,12 +8,13 @@ summaries of a chunk of queries at the end (appendix B.5 of the FlashAttention p
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from cuattn.reference.flash import update
 from cuattn.reference.steps import Counts, Forward, empty_rows, softmax_tile, start
 
 
-def swapped_forward(q, k, v, M, *, dtype=np.float64):
+def swapped_forward(q: ArrayLike, k: ArrayLike, v: ArrayLike, M: int, *, dtype: DTypeLike = np.float64) -> Forward:
     """Run Algorithm 1 with its loops swapped and B_r = B_c = ceil(M / 4d).
 
     Parameters
@@ -27,7 +28,7 @@ def swapped_forward(q, k, v, M, *, dtype=np.float64):
 
     Returns
     -------
-    forward : Forward
+    Forward
         O, l, m and the accesses, about 8 N^2 d^2 / M instead of Algorithm 1's 12 N^2 d^2 / M.
 
     Raises
@@ -39,7 +40,7 @@ def swapped_forward(q, k, v, M, *, dtype=np.float64):
 
     See Also
     --------
-    flash_forward : with keys outside, as published.
+    flash_forward : With keys outside, as published.
 
     Notes
     -----
@@ -67,13 +68,26 @@ def swapped_forward(q, k, v, M, *, dtype=np.float64):
 
 
 class RabeStaatsForward(NamedTuple):
-    """O (N, d) and the accesses."""
+    """O (N, d) and the accesses.
+
+    See Also
+    --------
+    rabe_staats_forward : Returns one.
+
+    Examples
+    --------
+    >>> x = np.ones((8, 2))
+    >>> rabe_staats_forward(x, x, x, 16).o[0].round(3)
+    array([1., 1.])
+    """
 
     o: np.ndarray
     counts: Counts
 
 
-def rabe_staats_forward(q, k, v, M, *, dtype=np.float64):
+def rabe_staats_forward(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, M: int, *, dtype: DTypeLike = np.float64
+) -> RabeStaatsForward:
     """Run the chunked forward, with chunks of the size that Algorithm 1 would take.
 
     Parameters
@@ -87,7 +101,7 @@ def rabe_staats_forward(q, k, v, M, *, dtype=np.float64):
 
     Returns
     -------
-    forward : RabeStaatsForward
+    RabeStaatsForward
         O and the accesses: each chunk of at most d queries reads all of K and V, so at least 2 N^2 whatever M is.
 
     Raises
@@ -99,7 +113,7 @@ def rabe_staats_forward(q, k, v, M, *, dtype=np.float64):
 
     See Also
     --------
-    flash_forward : one running result in place of one per chunk.
+    flash_forward : One running result in place of one per chunk.
 
     References
     ----------

@@ -25,7 +25,7 @@ def attention(
     mask: Any = None,
     bias: torch.Tensor | None = None,
     is_causal: bool | str = False,
-    window: tuple | None = None,
+    window: tuple[Any, ...] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout_p: float = 0.0,
@@ -70,7 +70,7 @@ def attention(
 
     See Also
     --------
-    scaled_dot_product_attention : with PyTorch's signature.
+    scaled_dot_product_attention : With PyTorch's signature.
 
     Notes
     -----
@@ -148,6 +148,7 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor, (..., Hq, Nq, dv)
+        The output, of q's dtype.
 
     Raises
     ------
@@ -156,7 +157,7 @@ def scaled_dot_product_attention(
 
     See Also
     --------
-    attention : knows more masks, windows, a softcap, score functions.
+    attention : Knows more masks, windows, a softcap, score functions.
 
     Examples
     --------

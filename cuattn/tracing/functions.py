@@ -164,7 +164,7 @@ def trace(
 
     Returns
     -------
-    traced : Traced
+    Traced
 
     Raises
     ------
