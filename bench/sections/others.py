@@ -184,8 +184,8 @@ SECTIONS = {
         "Two GPUs: the time of others over cuattn's",
         ("distributed",),
         ("distributed-peers",),
-        "By torchrun; the others' messages by PyTorch's NCCL.  Ulysses, written by hand, exchanges heads for rows around "
-        "PyTorch's attention or FlashAttention-3; PyTorch's own context parallel takes full and causal masks.",
+        "By torchrun; the others' messages by PyTorch's NCCL.  Ulysses, written by hand, exchanges heads for rows "
+        "around PyTorch's attention or FlashAttention-3; PyTorch's own context parallel takes full and causal masks.",
         table=beside_ranks,
     ),
     "denoise": Section(
