@@ -87,9 +87,9 @@ class Case(NamedTuple):
         unit = 128 if self.n >= 1 << 12 else 16
         if self.mask == "causal":
             return Layout.zigzag(self.n, ranks, unit=unit)
-        if self.mask in DOCUMENTS:
-            return Layout.balanced(visible(self.mask, self.n), ranks, unit=unit)
-        return Layout.contiguous(self.n, ranks, unit=unit)
+        if self.mask == "full":
+            return Layout.contiguous(self.n, ranks, unit=unit)
+        return Layout.balanced(visible(self.mask, self.n), ranks, unit=unit)
 
     @property
     def size(self) -> Size:

@@ -111,9 +111,9 @@ def joined(parts: Sequence[Any], runs: Sequence[Runs], axis: int) -> Any:
     return out
 
 
-def put(out: Any, whole: Runs, array: Any, runs: Runs, axis: int) -> None:
-    """Copy an array, which holds some runs, to one that holds those of `whole`."""
-    _copy(out, local(whole, runs), array, local(runs, runs), axis)
+def put(out: Any, whole: Runs, array: Any, runs: Runs, axis: int, held: Runs | None = None) -> None:
+    """Copy some runs of an array, which holds these or those of `held`, to one that holds those of `whole`."""
+    _copy(out, local(whole, runs), array, local(held or runs, runs), axis)
 
 
 def pieces(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any] | None:

@@ -24,7 +24,7 @@ _PLACE = np.dtype([("allocation", np.int64, _HANDLE + 1), ("offset", np.int64), 
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _COUNT = 4  # bytes of a count
 _MAPPED = 64  # allocations of others that are kept, at most
-_TRIAL = 10.0  # seconds
+_TRIAL = _PARTING = 10.0  # seconds
 _MOST = 2**31 - 1  # bytes from one row of a copy to the next
 
 
@@ -56,7 +56,8 @@ class OnGpu(ABC):
         self._device: Any = None
         self._free: list[Any] = []  # events
         self._pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._watch, name="cuattn-messages", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="cuattn-messages", daemon=True)
+        self._watcher.start()
 
     def begin(self, sends: Messages, recvs: Messages, /, *, stream: Any = None) -> Callable[[], None] | None:
         """Enqueue messages; return what does the rest, if that waits for other hosts."""
@@ -94,8 +95,9 @@ class OnGpu(ABC):
             self._end()
 
     def close(self) -> None:
-        """End, and free what this has made."""
+        """End, and free what this has made: here, not in a thread that may do so while the program ends."""
         self._pending.put(None)
+        self._watcher.join(_PARTING)
 
     @abstractmethod
     def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> Callable[[], None] | None:

@@ -25,6 +25,7 @@ _SHARDS = 2  # of keys beside its own, which a rank may hold of some heads at a 
 # Of a GPU and its host: seconds between two launches, and of a host's step; what a tile of rows has, for one of so many
 # multiprocessors; and how much longer some keys after the other take than all at once, as rows begin and end unrounded.
 _LAUNCH, _HOST, _TILE, _MULTIPROCESSORS, _SHORTER = 5e-5, 1.2e-4, 128, 132, 0.02
+_BY_ROWS = 0.12  # the same of rows that travel, in the backward
 _WHY = {
     "needed": "each rank is sent the keys that its rows see, from their owners in turn",
     "ring": "whole shards of keys in turn",
@@ -187,7 +188,7 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
         # A part to what there is, for all rows, or in the backward for those that see its keys.
         some = work.needs["row"].T if trimmed and size.backward and axis == "key" else np.tile(rows[:, None], ranks)
         adding = some * 3 * size.stays / inner / rates.memory
-        longer = 1 + _SHORTER * (rates.overlapped and ranks > 1)
+        longer = 1 + (_BY_ROWS if axis == "row" and size.backward else _SHORTER) * (rates.overlapped and ranks > 1)
         ends, travelling = _timeline(seconds * longer, adding, moved * there / links, moved.T * back / links, rates)
     held = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner
     exchange = held * (inner - 1) / inner

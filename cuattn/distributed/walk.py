@@ -195,7 +195,7 @@ class Walk(ABC):
         """Begin to fetch for a stage and to return partial results of another; return what waits for both."""
         team, me = self.team, self.team.index
         sends = self._sends(stage, {} if back is None else back[1])
-        arrived, recvs, later = self._rooms({source: team.sent(source, me) for source in stage[0]} if stage else {})
+        arrived, recvs, later = self._rooms({source: self._arriving(source) for source in stage[0]} if stage else {})
         results = []
         for client in back[0][1] if back and self.returned else ():
             if client != me and (runs := team.sent(me, client)):
@@ -214,6 +214,10 @@ class Walk(ABC):
             return arrived
 
         return finish
+
+    def _arriving(self, source: int) -> Runs:
+        """Return what a stage is given of a source."""
+        return self.team.sent(source, self.team.index)
 
     def _sends(self, stage: Stage | None, partial: dict[int, Partial]) -> list[tuple[int, Any]]:
         """Return the messages to clients of a stage, and those with partial results to their sources."""
@@ -242,7 +246,7 @@ class Walk(ABC):
             room = arrays[name] = like(own, axis, every)
             for source, mine in runs.items():
                 if source == me:
-                    put(room, every, own, mine, axis)
+                    put(room, every, own, mine, axis, self.team.own(self.team.axis))
                     continue
                 expected = pieces(room, every, mine, axis)
                 if expected is None:
@@ -319,7 +323,23 @@ class ForwardWalk(Walk):
         super().__init__(*arguments)
         self._total: Arrays = {}
         self._late: Arrays = {}
+        self._late_rows: Runs = ()
         self._out_dtype: Any = self.sums
+
+    def begin(self, plan: Sequence[Stage]) -> Callable[[], Any]:
+        """Begin to fetch for the first stage; return what waits for that.
+
+        If it is the only one, what arrives is for the rows that see others' keys alone.
+        """
+        team, own = self.team, self.team.own("row")
+        others = [source for stage in plan for source in stage[0] if source != team.index]
+        if len(plan) == 1 and team.axis == "key" and (late := self._rows_that_see(others)) != own:
+            self._late_rows = late
+        return super().begin(plan)
+
+    def _arriving(self, source: int) -> Runs:
+        found, team = super()._arriving(source), self.team
+        return team.work.seen_by(self._late_rows, source) if self._late_rows and source == team.index else found
 
     def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> Callable[[], Any]:
         """Walk through all stages, given what :meth:`begin` returned; return what waits for the last results."""
@@ -327,9 +347,8 @@ class ForwardWalk(Walk):
         visited = [stage for stage in plan if any(team.sent(source, team.index) for source in stage[0])]
         if team.axis == "key" and len(visited) < 2:
             self._out_dtype = self.whole.options.get("out_dtype")  # nothing will be merged
-        others = [source for stage in plan for source in stage[0] if source != team.index]
-        if len(plan) == 1 and team.axis == "key" and (late := self._rows_that_see(others)) not in ((), team.own("row")):
-            return self._by_rows(late, fetched)
+        if self._late_rows:
+            return self._by_rows(self._late_rows, fetched)
         ending = super().run(plan, fetched)
 
         def end() -> None:

@@ -60,13 +60,20 @@ class Work:
         """Return the keys that a rank's rows need of another's (axis "key"), or the rows that need a rank's keys."""
         what = axis, rank, source
         if what not in self._needed:
-            self._needed[what] = self._found(*what)
+            self._needed[what] = self._runs_of(axis, self._seen[axis][rank], source)
         return self._needed[what]
 
-    def _found(self, axis: str, rank: int, source: int) -> Runs:
-        tiles, size = np.flatnonzero(np.diff(self._seen[axis][rank], prepend=False, append=False)), self._tile[axis]
+    def _runs_of(self, axis: str, seen: np.ndarray, source: int) -> Runs:
+        """Return what a rank holds of some tiles of an axis."""
+        tiles, size = np.flatnonzero(np.diff(seen, prepend=False, append=False)), self._tile[axis]
         edges = np.minimum(tiles * size, self.layouts[axis].n).reshape(-1, 2)
         return common(merged(edges.tolist()), self.layouts[axis].rows(source))
+
+    def seen_by(self, rows: Runs, rank: int) -> Runs:
+        """Return the keys of a rank that some of these rows see."""
+        size, n = self._tile["row"], self.layouts["row"].n
+        tiles = [tile for start, stop in rows for tile in range(start // size, cdiv(min(stop, n), size))]
+        return self._runs_of("key", self._visible[tiles].any(0), rank)
 
     def lengths(self, axis: str) -> tuple[int, ...]:
         """Return how many rows, or keys, each rank holds."""

@@ -1,6 +1,7 @@
 """How NCCL is called, and what becomes of what does not finish: with a stand-in for CuPy."""
 
 import contextlib
+import sys
 import time
 from types import SimpleNamespace
 
@@ -77,6 +78,16 @@ def test_messages_are_one_group_of_bytes(fake):
         ("end",),
     ]
     assert ("destroy",) not in fake.nccl.calls  # it is the caller's
+
+
+def test_no_thread_is_left_that_might_free_the_communicator(fake):
+    comm = connect(fake.nccl)
+    messages, held = comm._gpus, sys.getrefcount(fake.nccl)
+    comm.close()
+    assert not messages._watcher.is_alive()
+    del messages
+    left = sys.getrefcount(fake.nccl)
+    assert left < held
 
 
 def test_what_does_not_finish_is_aborted(fake):
