@@ -23,7 +23,7 @@ _PLACE = np.dtype([("allocation", np.int64, _HANDLE + 1), ("offset", np.int64), 
 """Where a message lies: the name of its allocation, and the place in it."""
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _COUNT = 4  # bytes of a count
-_MAPPED = 64  # allocations of others that are kept, at most
+_MAPPED, _NAMES = 64, 1024  # allocations of others, and names of own ones, that are kept at most
 _TRIAL = _PARTING = 10.0  # seconds
 _MOST = 2**31 - 1  # bytes from one row of a copy to the next
 
@@ -182,9 +182,9 @@ class Copies(OnGpu):
         self._rescue = self._cuda.Stream(non_blocking=True)
         self._theirs: dict[int, int] = {}  # addresses of peers' counts
         self._mapped: dict[bytes, tuple[int, int]] = {}  # by handle: the allocation's number, its address here
-        self._names: dict[tuple[int, int], bytes] = {}  # of this rank's allocations
+        self._names: dict[tuple[int, int], bytes | None] = {}  # of this rank's allocations
         self._ready, self._taken = [1] * size, [1] * size  # groups that this rank has sent, and fetched
-        self.allocation = self._allocation(self._counts.ptr)[2]
+        self.allocation = self._name(self._counts.ptr)
 
     def meet(self, allocations: Sequence[bytes]) -> bool:
         """Map all peers' counts, given all ranks' allocations; return whether that is done, or raise."""
@@ -216,34 +216,45 @@ class Copies(OnGpu):
 
     def _enqueue(self, sends: Messages, recvs: Messages, stream: Any) -> Callable[[], None]:
         ours, targets = _by_peer(sends), _by_peer(recvs)
+        mine = {peer: self._places(arrays, stream) for peer, arrays in ours.items()}
         for peer in ours:
             self._ready[peer] += 1
             self._write(stream, self._theirs[peer] + self._at(self._rank, 0), self._ready[peer])
         for peer in targets:
             self._taken[peer] += 1
         ready, taken = [*self._ready], [*self._taken]
-        places = {peer: np.empty(len(arrays), _PLACE) for peer, arrays in targets.items()}
-        mine = [(peer, self._places(arrays).view(np.uint8)) for peer, arrays in ours.items()]
-        told = self._tell(mine, [(peer, x.view(np.uint8)) for peer, x in places.items()])
+        theirs = {peer: np.empty(len(arrays), _PLACE) for peer, arrays in targets.items()}
+        sent = [(peer, places.view(np.uint8)) for peer, (places, _) in mine.items()]
+        told = self._tell(sent, [(peer, places.view(np.uint8)) for peer, places in theirs.items()])
 
         def fetch() -> None:
             told()
             for peer, arrays in targets.items():
                 self._await(stream, self._counts.ptr + self._at(peer, 0), taken[peer])
-                self._fetch(arrays, places[peer], stream)
+                self._fetch(arrays, theirs[peer], stream)
                 self._write(stream, self._theirs[peer] + self._at(self._rank, 1), taken[peer])
             for peer in ours:
                 self._await(stream, self._counts.ptr + self._at(peer, 1), ready[peer])
+            mine.clear()  # copies are freed once the stream has come here
 
         return fetch
 
-    def _places(self, arrays: Sequence[Any]) -> np.ndarray:
-        """Return where arrays lie."""
-        found, addresses = np.empty(len(arrays), _PLACE), _addresses(arrays)
+    def _places(self, arrays: Sequence[Any], stream: Any) -> tuple[np.ndarray, list[Any]]:
+        """Return where arrays lie, or copies of those that other processes cannot find; and the copies."""
+        found, kept = np.empty(len(arrays), _PLACE), []
         found["nbytes"] = [array.nbytes for array in arrays]
-        for some, begin, name in self._by_allocation(addresses):
-            found["allocation"][some], found["offset"][some] = np.frombuffer(name, np.int64), addresses[some] - begin
-        return found
+        for some, begin in self._by_allocation(arrays):
+            name = self._name(begin)
+            if name is not None:
+                found["allocation"][some] = np.frombuffer(name, np.int64)
+                found["offset"][some] = _addresses(arrays[some]) - begin
+                continue
+            for place, array in zip(found[some], arrays[some], strict=True):
+                copy, runtime = self._cuda.Memory(array.nbytes), self._cuda.runtime
+                runtime.memcpyAsync(copy.ptr, array.data.ptr, array.nbytes, runtime.memcpyDefault, stream.ptr)
+                place["allocation"], place["offset"] = np.frombuffer(self._name(copy.ptr), np.int64), 0
+                kept.append(copy)
+        return found, kept
 
     def _fetch(self, arrays: Sequence[Any], places: np.ndarray, stream: Any) -> None:
         """Copy what lies somewhere to arrays: as few copies as there can be, of which none leaves an allocation."""
@@ -253,7 +264,7 @@ class Copies(OnGpu):
             n, array = sizes[wrong[0]], arrays[wrong[0]]
             raise DistributedError(f"a message has {n} bytes; expected {array.nbytes}")
         runtime, kind = self._cuda.runtime, self._cuda.runtime.memcpyDefault
-        for some, *_ in self._by_allocation(targets):
+        for some, _ in self._by_allocation(arrays):
             for part in _slices((names[some][1:] != names[some][:-1]).any(axis=1), some.start):
                 to, of = int(targets[part.start]), self._map(names[part.start]) + int(places["offset"][part.start])
                 relative = targets[part] - to, places["offset"][part] - places["offset"][part.start], sizes[part]
@@ -264,29 +275,33 @@ class Copies(OnGpu):
                         where = to + target, stride, of + source, its_stride
                         runtime.memcpy2DAsync(*where, nbytes, count, kind, stream.ptr)
 
-    def _by_allocation(self, addresses: np.ndarray) -> Iterator[tuple[slice, int, bytes]]:
-        """Yield which addresses, one after the other, are of an allocation, where it begins and its name."""
-        start = 0
+    def _by_allocation(self, arrays: Sequence[Any]) -> Iterator[tuple[slice, int]]:
+        """Yield which arrays, one after the other, lie in an allocation, and where that begins."""
+        start, addresses, begin, size = 0, _addresses(arrays), ctypes.c_uint64(), ctypes.c_size_t()
         while start < len(addresses):
-            begin, end, name = self._allocation(int(addresses[start]))
-            outside = (addresses[start:] < begin) | (addresses[start:] >= end)
+            place = ctypes.c_uint64(int(addresses[start]))
+            _checked(self._driver.cuMemGetAddressRange_v2(ctypes.byref(begin), ctypes.byref(size), place))
+            outside = (addresses[start:] < begin.value) | (addresses[start:] >= begin.value + size.value)
             stop = start + int(outside.argmax()) if outside.any() else len(addresses)
-            yield slice(start, stop), begin, name
+            yield slice(start, stop), begin.value
             start = stop
 
-    def _allocation(self, address: int) -> tuple[int, int, bytes]:
-        """Return where the allocation of an address begins and ends, and its name: its handle, and a number of its own.
+    def _name(self, begin: int) -> bytes | None:
+        """Return the name of an allocation, None of one that other processes cannot find (of pools of CUDA's own).
 
-        A handle may be that of an earlier allocation in the same place.
+        It is a handle, which may be that of an earlier allocation in the same place, and the allocation's number.
         """
-        begin, size, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
-        driver, place = self._driver, ctypes.c_uint64(address)
-        _checked(driver.cuMemGetAddressRange_v2(ctypes.byref(begin), ctypes.byref(size), place))
-        _checked(driver.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, place))
-        key = begin.value, number.value
+        number = ctypes.c_uint64()
+        _checked(self._driver.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(begin)))
+        key = begin, number.value
         if key not in self._names:
-            self._names[key] = bytes(self._cuda.runtime.ipcGetMemHandle(begin.value)) + bytes(number)
-        return begin.value, begin.value + size.value, self._names[key]
+            if len(self._names) >= _NAMES:
+                self._names.clear()
+            try:
+                self._names[key] = bytes(self._cuda.runtime.ipcGetMemHandle(begin)) + bytes(number)
+            except self._cuda.runtime.CUDARuntimeError:
+                self._names[key] = None
+        return self._names[key]
 
     def _map(self, name: Any) -> int:
         """Return the address of another rank's allocation, which stays mapped until there are others in its place."""

@@ -18,6 +18,8 @@ EVERY = []  # pieces of memory
 class Memory:
     """A piece of memory that other ranks can find."""
 
+    hidden = False  # from other processes
+
     def __init__(self, size):
         self._held = np.zeros(size, np.uint8)
         self.ptr, self.size, self.number = self._held.ctypes.data, size, len(EVERY)
@@ -77,7 +79,12 @@ class Runtime:
         for i in range(count):
             ctypes.memmove(target + i * stride, source + i * its_stride, nbytes)
 
+    class CUDARuntimeError(Exception):
+        pass
+
     def ipcGetMemHandle(self, address):
+        if any(x.ptr == address and x.hidden for x in EVERY):
+            raise self.CUDARuntimeError
         return address.to_bytes(8, "little") * 8
 
     def ipcOpenMemHandle(self, handle):
@@ -175,6 +182,26 @@ def test_every_message_arrives(runtime, ranks):
     assert max(runtime.rows) == 6  # copies of rows, not of single messages
 
 
+def test_what_others_cannot_find_is_copied(runtime):
+    """Memory of pools of CUDA's own, which has no handle; the copies live until they are fetched."""
+
+    def work(comm):
+        copies, (ours, theirs) = connected(comm), (Memory(64), Memory(64))
+        ours.hidden, ours._held[:] = comm.rank == 0, 7 + comm.rank
+        comm.barrier()
+        finish = copies.begin(
+            [(1 - comm.rank, Array(ours, 8, 16)), (1 - comm.rank, Array(ours, 40, 8))],
+            [(1 - comm.rank, Array(theirs, 0, 16)), (1 - comm.rank, Array(theirs, 16, 8))],
+        )
+        comm.barrier()
+        finish()
+        comm.barrier()
+        assert (theirs._held[:24] == 8 - comm.rank).all() and not theirs._held[24:].any()
+        copies.close()
+
+    spawn(work, ranks=2)
+
+
 def test_a_message_of_another_size(runtime):
     def work(comm):
         copies, memory = connected(comm), Memory(64)
@@ -222,7 +249,7 @@ def test_copies_leave_no_allocation(runtime):
     """Neither those that follow each other in memory by chance, here nor there."""
     places = np.zeros(4, gpu._PLACE)
     copies, pieces = gpu.Copies(0, 2, None, 5.0), np.zeros(64, np.uint8)
-    EVERY[:] = [SimpleNamespace(ptr=pieces.ctypes.data + 16 * i, size=16, number=i) for i in range(4)]
+    EVERY[:] = [SimpleNamespace(ptr=pieces.ctypes.data + 16 * i, size=16, number=i, hidden=False) for i in range(4)]
     arrays = [SimpleNamespace(data=SimpleNamespace(ptr=EVERY[i // 2].ptr + 8 * (i % 2)), nbytes=8) for i in range(4)]
     source = SimpleNamespace(ptr=EVERY[2].ptr)
     places["nbytes"], places["offset"] = 8, [0, 8, 0, 8]
