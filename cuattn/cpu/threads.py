@@ -49,28 +49,37 @@ def useful(items: int, nanoseconds: float) -> int:
     return min(worker_count(), most) if most > 1 else 1
 
 
-@contextmanager
-def single_threaded_blas() -> Iterator[None]:
-    """Hold NumPy's BLAS library to one thread; the last of several concurrent callers gives the old count back.
+class SingleThreadedBlas:
+    """Holds NumPy's BLAS library to one thread; the last of several concurrent callers gives the old count back.
 
     The setting belongs to the process, not to the thread, so callers that saved and restored it each for
     themselves could leave it at one for ever.
     """
-    global _depth
-    with _lock:
-        if _depth == 0:
-            _saved[:] = [(library, library.num_threads) for library in _libraries()]
-            for library, _ in _saved:
-                library.set_num_threads(1)
-        _depth += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        global _depth
+        with _lock:
+            if _depth == 0:
+                _saved[:] = [(library, library.num_threads) for library in _libraries()]
+                _set_threads(1)
+            _depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _depth
         with _lock:
             _depth -= 1
             if _depth == 0:
-                for library, count in _saved:
-                    library.set_num_threads(count)
+                _set_threads(None)
+
+
+def _set_threads(count: int | None) -> None:
+    """Give libraries so many threads, or what they had; those that have as many are left alone."""
+    for library, before in _saved:
+        if before != 1:
+            library.set_num_threads(before if count is None else count)
+
+
+single_threaded_blas = SingleThreadedBlas()
 
 
 class Aborted(Exception):
@@ -86,7 +95,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed, self._aborted = threading.Condition(), False
-        self._taken, self._over = defaultdict[Hashable, int](int), defaultdict[Hashable, int](int)
+        self._taken: defaultdict[Hashable, int] = defaultdict(int)
+        self._over: defaultdict[Hashable, int] = defaultdict(int)
 
     def take(self, key: Hashable) -> AbstractContextManager[None]:
         """Return the next turn at a sum, which begins when the ones before are over."""
@@ -156,11 +166,18 @@ def run(task: Any, make_worker: Callable[[], Callable[[Any], None]], threads: in
     tells.  ``make_worker()`` is called once in each thread and returns what computes an item; it may wait for its
     ``task.turns``.  Where threads cannot be started, fewer do the work.
     """
+    if threads == 1:
+        with single_threaded_blas, np.errstate(all="ignore"):  # -inf and NaN are values here
+            worker = make_worker()
+            for group, size in enumerate(task.sizes):
+                for n in range(size):
+                    worker(task.item(group, n))
+        return
     dispatcher, errors = Dispatcher(task.sizes), []
 
     def loop() -> None:
         try:
-            with np.errstate(all="ignore"):  # -inf and NaN are values here; the setting is each thread's own
+            with np.errstate(all="ignore"):  # the setting is each thread's own
                 worker = make_worker()
                 for item in dispatcher.items(task.item):
                     worker(item)
@@ -169,11 +186,8 @@ def run(task: Any, make_worker: Callable[[], Callable[[Any], None]], threads: in
             dispatcher.stop()
             task.turns.abort()
 
-    with single_threaded_blas():
-        if threads == 1:
-            loop()
-        else:
-            _on_threads(loop, threads, dispatcher.stop)
+    with single_threaded_blas:
+        _on_threads(loop, threads, dispatcher.stop)
     if errors:
         raise errors[0]
 

@@ -62,8 +62,9 @@ def test_the_first_error_of_any_thread_is_raised_and_blas_gets_its_threads_back(
     task = task_of([20])
     with pytest.raises(ValueError, match="five"):
         threads.run(task, lambda: worker, workers)
-    with pytest.raises(Aborted), task.turns.take("key"):
-        pass
+    if workers > 1:  # else nobody waits
+        with pytest.raises(Aborted), task.turns.take("key"):
+            pass
     assert blas_threads() == before
 
 
@@ -92,7 +93,7 @@ def test_workers_are_as_many_as_blas_threads():
     for count in (1, 2):
         with threadpool_limits(count, user_api="blas"):
             assert threads.worker_count() == count
-            with threads.single_threaded_blas():
+            with threads.single_threaded_blas:
                 assert threads.worker_count() == count
                 assert 1 in blas_threads()
 
