@@ -252,7 +252,7 @@ class Copies(OnGpu):
             for place, array in zip(found[some], arrays[some], strict=True):
                 copy, runtime = self._cuda.Memory(array.nbytes), self._cuda.runtime
                 runtime.memcpyAsync(copy.ptr, array.data.ptr, array.nbytes, runtime.memcpyDefault, stream.ptr)
-                place["allocation"], place["offset"] = np.frombuffer(self._name(copy.ptr), np.int64), 0
+                place["allocation"], place["offset"] = np.frombuffer(self._name(copy.ptr) or b"", np.int64), 0
                 kept.append(copy)
         return found, kept
 
