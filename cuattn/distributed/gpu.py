@@ -66,15 +66,22 @@ class OnGpu(ABC):
         done = self._free.pop() if self._free else cuda.Event(disable_timing=True)
         enqueued: list[bool] = []  # which waits for peers, too, when they first meet
         self._pending.put((enqueued, done, time.monotonic() + self._timeout))
-        rest = self._enqueue(sends, recvs, stream)
+        rest: Callable[[], None] | None = None
 
         def finish() -> None:
-            if rest is not None:
-                rest()
-            done.record(stream)
-            enqueued.append(True)
+            try:
+                if rest is not None:
+                    rest()
+            finally:  # what failed is not waited for
+                done.record(stream)
+                enqueued.append(True)
 
-        return finish() if rest is None else finish
+        try:
+            rest = self._enqueue(sends, recvs, stream)
+        finally:
+            if rest is None:
+                finish()
+        return None if rest is None else finish
 
     def _watch(self) -> None:
         """End what is not done in time."""

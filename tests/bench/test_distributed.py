@@ -1,6 +1,7 @@
 """The measurement over ranks at toy size, and its simulation."""
 
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from bench import distributed
 from bench.distributed import Case
 from bench.peers import ranks
 from cuattn.distributed import DistributedError, connect, spawn
+from cuattn.distributed.model import least, rates_of
 
 
 def test_points_of_toy_size():
@@ -27,6 +29,18 @@ def test_the_simulation_prints_what_it_assumes(capsys):
     distributed.simulate([2, 64], (1 << 14,))
     text = capsys.readouterr().out
     assert "GB/s within islands of 8" in text and text.count("\n") == 4 + 2 * 2 * len(distributed.MASKS)
+
+
+def test_the_guide_says_what_is_simulated():
+    case, rates = Case("causal", 1 << 20, distributed.HEADS, distributed.KV_HEADS, "forward"), rates_of("cuda", 2, 8)
+
+    def seconds(ranks):
+        options = distributed._options(case, ranks, rates)
+        return options[least(options)][0].seconds
+
+    two, eight, many = (f"{seconds(1) / seconds(ranks) / ranks:.3f}" for ranks in (2, 8, 64))
+    guide = Path(distributed.distributed.__file__).with_name("README.md").read_text()
+    assert f"an efficiency of {two} on 2, {eight} on 8 and {many} on 64 GPUs, forward" in " ".join(guide.split())
 
 
 def test_what_one_rank_fails_at_the_others_leave():

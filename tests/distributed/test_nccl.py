@@ -90,6 +90,15 @@ def test_no_thread_is_left_that_might_free_the_communicator(fake):
     assert left < held
 
 
+def test_what_failed_before_it_was_enqueued_is_not_waited_for(fake):
+    comm = connect(fake.nccl)
+    with pytest.raises(DistributedError, match="messages failed"):
+        comm.exchange([(1, None)], [])
+    begin = time.monotonic()
+    comm.close()
+    assert time.monotonic() - begin < 5
+
+
 def test_what_does_not_finish_is_aborted(fake):
     fake.events.happens = False
     comm = connect(fake.nccl, timeout=0.05)
