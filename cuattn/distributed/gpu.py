@@ -248,13 +248,13 @@ class Copies(OnGpu):
 
     def _places(self, arrays: Sequence[Any], stream: Any) -> tuple[np.ndarray, list[Any]]:
         """Return where arrays lie, or copies of those that other processes cannot find; and the copies."""
-        found, kept = np.empty(len(arrays), _PLACE), []
+        found, kept, addresses = np.empty(len(arrays), _PLACE), [], _addresses(arrays)
         found["nbytes"] = [array.nbytes for array in arrays]
-        for some, begin in self._by_allocation(arrays):
+        for some, begin in self._by_allocation(addresses):
             name = self._name(begin)
             if name is not None:
                 found["allocation"][some] = np.frombuffer(name, np.int64)
-                found["offset"][some] = _addresses(arrays[some]) - begin
+                found["offset"][some] = addresses[some] - begin
                 continue
             for place, array in zip(found[some], arrays[some], strict=True):
                 copy, runtime = self._cuda.Memory(array.nbytes), self._cuda.runtime
@@ -271,7 +271,7 @@ class Copies(OnGpu):
             n, array = sizes[wrong[0]], arrays[wrong[0]]
             raise DistributedError(f"a message has {n} bytes; expected {array.nbytes}")
         runtime, kind = self._cuda.runtime, self._cuda.runtime.memcpyDefault
-        for some, _ in self._by_allocation(arrays):
+        for some, _ in self._by_allocation(targets):
             for part in _slices((names[some][1:] != names[some][:-1]).any(axis=1), some.start):
                 to, of = int(targets[part.start]), self._map(names[part.start]) + int(places["offset"][part.start])
                 relative = targets[part] - to, places["offset"][part] - places["offset"][part.start], sizes[part]
@@ -282,9 +282,9 @@ class Copies(OnGpu):
                         where = to + target, stride, of + source, its_stride
                         runtime.memcpy2DAsync(*where, nbytes, count, kind, stream.ptr)
 
-    def _by_allocation(self, arrays: Sequence[Any]) -> Iterator[tuple[slice, int]]:
-        """Yield which arrays, one after the other, lie in an allocation, and where that begins."""
-        start, addresses, begin, size = 0, _addresses(arrays), ctypes.c_uint64(), ctypes.c_size_t()
+    def _by_allocation(self, addresses: np.ndarray) -> Iterator[tuple[slice, int]]:
+        """Yield which addresses, one after the other, lie in an allocation, and where that begins."""
+        start, begin, size = 0, ctypes.c_uint64(), ctypes.c_size_t()
         while start < len(addresses):
             place = ctypes.c_uint64(int(addresses[start]))
             _checked(self._driver.cuMemGetAddressRange_v2(ctypes.byref(begin), ctypes.byref(size), place))
