@@ -27,9 +27,11 @@ __device__ __forceinline__ void add_slices(const Params& p, u8* tile, const void
             sum[4 * i] += four.x, sum[4 * i + 1] += four.y, sum[4 * i + 2] += four.z, sum[4 * i + 3] += four.w;
         });
     }
+    const i32 first = (key_tile - instance * p.key_tiles) * cfg::block_n, rows = min(cfg::block_n, p.n_keys - first), chunks = columns / 8;
+    if constexpr (unrounded)
+        return write_gradient(sum, 1.0f, gradient, instance, p.n_keys, columns, first + 64 * warpgroup + fragment_row(), 64 * slab);
     stage_gradient(sum, 1.0f, ptx::shared_address(tile) + 64 * warpgroup * row_bytes, 0);
     __syncthreads();  // the rows are complete
-    const i32 first = (key_tile - instance * p.key_tiles) * cfg::block_n, rows = min(cfg::block_n, p.n_keys - first), chunks = columns / 8;
     uint4* out = static_cast<uint4*>(gradient) + (static_cast<i64>(instance) * p.n_keys + first) * chunks + 8 * slab;
     for (i32 i = threadIdx.x; i < 8 * rows; i += 128 * warpgroups) {
         const i32 row = i / 8, chunk = i % 8;

@@ -10,6 +10,7 @@ import pytest
 
 import cuattn
 from cuattn import masks
+from cuattn.cuda.sm90.backward import Cut
 from cuattn.errors import UnsupportedError
 from tests.cuda import scores
 from tests.cuda.cases import BF16, CASES, F16, Case, bias_of, blocks_of, columns_of, same_bits, sized, to_device
@@ -17,6 +18,7 @@ from tests.cuda.gpu import Problem, hostile, made
 from tests.cuda.gpu import named as named_among
 from tests.cuda.gpu import poisoned_memory as poisoned_memory
 from tests.cuda.sm80.test_score_gpu import check, results
+from tests.cuda.sm90.test_forward_plan import problem
 from tests.cuda.test_graph_gpu import CuPy
 
 pytestmark = pytest.mark.gpu
@@ -426,6 +428,16 @@ def test_unrounded_gradients(name):
     backward = partial(prepared(named(name)), deterministic=True)
     rounded, unrounded = backward(), backward(out_dtype=np.float32)
     for a, b in zip(rounded[:3], unrounded[:3], strict=True):
+        assert b.dtype == np.float32 and b.astype(a.dtype).get().tobytes() == a.get().tobytes()
+
+
+def test_unrounded_gradients_of_key_tiles_that_blocks_share():
+    """Those of the last round leave by the launch that converts dq."""
+    case = sized("shared tiles", 4000, 4000, 128, batch=(1,), heads=5, kv_heads=5)
+    assert Cut(problem(128, batch=(1,), heads=5, kv_heads=5, n_queries=4000, n_keys=4000, operation="backward")).tail
+    backward = prepared(case)
+    rounded, unrounded = backward(), backward(out_dtype=np.float32)
+    for a, b in zip(rounded[1:3], unrounded[1:3], strict=True):
         assert b.dtype == np.float32 and b.astype(a.dtype).get().tobytes() == a.get().tobytes()
 
 
