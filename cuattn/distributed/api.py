@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from cuattn import api
 from cuattn.api import unpacked
 from cuattn.distributed.arrays import gathered
 from cuattn.distributed.comm import Comm, DistributedError
-from cuattn.distributed.heads import Heads, part_of_heads, share, total
-from cuattn.distributed.layout import Layout
+from cuattn.distributed.flight import LANES
+from cuattn.distributed.heads import Heads, is_shared, total
+from cuattn.distributed.layout import Layout, grouped
 from cuattn.distributed.model import DistributedPlan
 from cuattn.distributed.request import Request
 from cuattn.distributed.tape import Tape
-from cuattn.distributed.walk import Arrays, BackwardWalk, ForwardWalk, Stage, Team, Walk, stages
+from cuattn.distributed.walk import Arrays, BackwardWalk, ForwardWalk, Team, Walk, stages
 from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import work_of
 from cuattn.errors import ArgumentError, ShapeError, shown
@@ -24,6 +26,7 @@ from cuattn.results import Forward, Gradients
 
 Placing = dict[str, Any]
 _MUCH = 1 << 27  # bytes of a partial result of all heads
+_RETURNS = 3  # steps of a part of the heads once it is computed
 
 
 def attention(
@@ -301,8 +304,7 @@ def _computed(request: Request, taped: Callable[[Request, Arrays], Arrays]) -> A
 def _forward_taped(request: Request, arrays: Arrays) -> Arrays:
     """Take down a forward."""
     dtypes = {"o": request.made["o"][1], "l": request.sums, "m": request.sums}
-    found, heads = _walk(request, arrays, ForwardWalk, dtypes)
-    return heads.collect(found, {})
+    return _walk(request, arrays, ForwardWalk, dtypes, {})[0]
 
 
 def _check_alone(placing: Placing, q: Any, k: Any) -> None:
@@ -313,57 +315,72 @@ def _check_alone(placing: Placing, q: Any, k: Any) -> None:
             raise ShapeError(f"{name} has lengths {layout.lengths}; expected {array.shape[-2]}, on the only rank")
 
 
-def _walk(request: Request, arrays: Arrays, kind: type[Walk], dtypes: Mapping[str, Any]) -> tuple[Arrays, Heads]:
-    """Take down what makes results of these dtypes, of this rank's heads where these are exchanged.
+def _walk(
+    request: Request, arrays: Arrays, kind: type[Walk], dtypes: Mapping[str, Any], operands: Arrays
+) -> tuple[Arrays, Heads]:
+    """Take down what makes results of these dtypes, in parts of the heads.
 
-    Returns the results, and the exchange, which takes them back.
+    Returns the results, and what exchanges heads; `operands` are those that results are gradients of.
     """
-    comm, algorithm, visible = request.comm, request.algorithm, request.whole.visible
-    heads = Heads(comm, request.costs[algorithm][1], {"row": request.rows, "key": request.keys})
-    work = work_of(heads.layouts["row"], heads.layouts["key"], visible)
+    algorithm, tape = request.algorithm, next(iter(arrays.values())).tape
+    cost, inner = request.costs[algorithm]
+    layouts, made = {"row": request.rows, "key": request.keys}, {}
+    count = _parts(request, layouts["row"], inner)
+    if count > 1:
+        made = {name: tape.empty(_shape(name, arrays, request.whole), dtype) for name, dtype in dtypes.items()}
+    every = [Heads(request.comm, inner, layouts, slot, count) for slot in range(count)]
+    work = work_of(*(every[0].layouts[axis] for axis in layouts), request.whole.visible)
     axis = "row" if algorithm == "combine" else "key"
     # Partial results of a forward are merged by whole shards.
     trimmed = algorithm != "ring" and not (axis == "row" and kind is ForwardWalk)
-    team = Team(comm, heads.ranks, heads.index, work, axis, trimmed)
-    whole, arrays, walks = heads.whole(request.whole), heads.spread(arrays), []
-    count = _parts(request, max(work.lengths("row")), heads.inner)
-    for slot in range(count):
-        own, some = whole, arrays
-        if count > 1:
-            part = share(whole.leading[-1], slot, count)
-            own = whole.of_heads(part.start, part.stop)
-            some = {name: part_of_heads(name, x, slot, count) for name, x in arrays.items()}
-        walks.append(kind(team, own, some, request.sums, dtypes))
-    made = {}
-    if count > 1:
-        made = {name: walks[0].tape.empty(_shape(name, arrays, whole), dtype) for name, dtype in dtypes.items()}
-    outs = [{name: part_of_heads(name, x, slot, count) for name, x in made.items()} for slot in range(count)]
-    whole_keys = request.costs[algorithm][0].parts > 0
-    plan = stages("gather" if whole_keys else algorithm, team.index, work.size, bool(walks[0].returned))
-    found = _run(walks, plan, dtypes, outs, waits=not whole_keys)
-    return made or found, heads
+    found: Arrays = {}
+
+    def way(heads: Heads) -> Iterator[None]:
+        """Take a part down, from one wait for others to the next."""
+        arrived = heads.spread(arrays)
+        if inner > 1:
+            yield
+        team = Team(request.comm, heads.ranks, heads.index, work, axis, trimmed)
+        walk = kind(team, heads.whole(request.whole), arrived(), request.sums, dtypes)
+        plan = stages("gather" if cost.parts else algorithm, team.index, work.size, bool(walk.returned))
+        fetched = walk.begin(plan)
+        if inner == 1:
+            yield
+        returning = walk.run(plan, fetched)
+        yield
+        ending = returning()
+        yield
+        ending()
+        collected = heads.collect(walk.outcome(dtypes, heads.own(made) if inner == 1 else {}), operands, made)
+        yield
+        found.update(collected())
+
+    (_side_by_side if cost.parts else _in_turn)(tape, [way(heads) for heads in every])
+    return made or found, every[0]
 
 
-def _run(
-    walks: list[Walk], plan: Sequence[Stage], dtypes: Mapping[str, Any], outs: list[Arrays], waits: bool
-) -> Arrays:
-    """Take walks in turn, each of which fetches while the one before computes; return the results of the last.
+def _in_turn(tape: Tape, ways: Sequence[Iterator[None]]) -> None:
+    """Take ways down one after the other, each of which has begun to fetch before the last computes."""
+    for each, following in zip_longest(ways, ways[1:]):
+        if each is ways[0]:
+            next(each)
+        if following is not None:
+            next(following)
+        for _ in each:
+            pass
 
-    Unless one `waits` for its last partial results, the next one computes meanwhile.
-    """
-    fetched, found, late = walks[0].begin(plan), {}, None
-    for index, walk in enumerate(walks):
-        coming = walks[index + 1].begin(plan) if index + 1 < len(walks) else None
-        ending = walk.run(plan, fetched)
-        if late is not None:
-            late()
 
-        def end(walk: Walk = walk, ending: Any = ending, out: Arrays = outs[index]) -> Arrays:
-            ending()
-            return walk.outcome(dtypes, out)
-
-        found, late, fetched = (end(), None, coming) if waits or coming is None else ({}, end, coming)
-    return found
+def _side_by_side(tape: Tape, ways: Sequence[Iterator[None]]) -> None:
+    """Take ways down in lanes: each computes as soon as what it needs has come, and returns while others compute."""
+    lanes = [number % LANES if len(ways) > 1 else None for number in range(len(ways))]
+    for lane, each in zip(lanes, ways, strict=True):
+        next(each)
+        with tape.lane(lane):
+            next(each)
+    for _ in range(_RETURNS):
+        for lane, each in zip(lanes, ways, strict=True):
+            with tape.lane(lane):
+                next(each, None)
 
 
 def _shape(name: str, arrays: Arrays, whole: Whole) -> tuple[int, ...]:
@@ -374,7 +391,7 @@ def _shape(name: str, arrays: Arrays, whole: Whole) -> tuple[int, ...]:
     return tuple(arrays[name].shape)
 
 
-def _parts(request: Request, rows: int, inner: int) -> int:
+def _parts(request: Request, rows: Layout, inner: int) -> int:
     """Return in how many parts heads are computed: as planned, or in two where partial results would take much memory.
 
     All ranks find the same, for the rank that has most rows.
@@ -382,7 +399,10 @@ def _parts(request: Request, rows: int, inner: int) -> int:
     if planned := request.costs[request.algorithm][0].parts:
         return planned
     heads = request.size.batch * request.size.heads // inner
-    much = heads * rows * request.size.head_dim_v * request.sums.itemsize >= _MUCH
+    much = (
+        inner < request.comm.size
+        and heads * max(grouped(rows, inner).lengths) * request.size.head_dim_v * request.sums.itemsize >= _MUCH
+    )
     return 2 if much and request.slices % (2 * inner) == 0 else 1
 
 
@@ -393,9 +413,9 @@ def _gradients(request: Request, arrays: Arrays) -> Arrays:
     # What is not added up is rounded at once, also if it travels.
     ready = ("q", "k", "v", *["bias"] * (request.costs[request.algorithm][1] == 1))
     dtypes = {name: request.made[f"d{name}"][1] if name in ready else request.sums for name in operands}
-    totals, heads = _walk(request, arrays, BackwardWalk, dtypes)
-    shared = {name: totals.pop(name) for name in operands if name == "key_bias" or name.startswith("score")}
-    found = {f"d{name}": one for name, one in heads.collect(totals, operands).items()}
+    totals, heads = _walk(request, arrays, BackwardWalk, dtypes, operands)
+    shared = {name: totals.pop(name) for name in operands if is_shared(name)}
+    found = {f"d{name}": one for name, one in totals.items()}
     for name, one in shared.items():
         part = one
         if one.shape != operands[name].shape:  # of this rank's heads

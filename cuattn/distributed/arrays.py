@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -136,6 +136,59 @@ def messages(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any]:
         return found
     copy = taken(array, whole, runs, axis)
     return [copy] if found is None else pieces(copy, runs, runs, axis) or []
+
+
+class Rooms:
+    """Room for what ranks hold of arrays.
+
+    Attributes
+    ----------
+    recvs : list of (int, array)
+        The messages that fill it, by rank.
+    """
+
+    def __init__(self, me: int) -> None:
+        self._me, self.recvs = me, []
+        self._own: list[tuple[Any, ...]] = []
+        self._later: list[tuple[Any, ...]] = []
+
+    def add(self, own: Any, runs: Mapping[int, Runs], axis: int, held: Runs) -> Any:
+        """Return room for one more array, in ascending order.
+
+        Parameters
+        ----------
+        own : array
+            What this rank has, of the runs `held`.
+        runs : dict of int to runs
+            By rank.
+        axis : int
+        held : runs
+        """
+        every = merged(run for mine in runs.values() for run in mine)
+        room = like(own, axis, every)
+        for source, mine in runs.items():
+            if source == self._me:
+                self._own.append((room, every, own, mine, axis, held))
+                continue
+            expected = pieces(room, every, mine, axis)
+            if expected is None:
+                expected = [room if mine == every else like(own, axis, mine)]
+                self._later += [(room, every, expected[0], mine, axis)] * (mine != every)
+            self.recvs += [(source, x) for x in expected]
+        return room
+
+    def start(self, comm: Comm, sends: Sequence[tuple[int, Any]]) -> Callable[[], None]:
+        """Begin to exchange; copy meanwhile what this rank has; return what waits for the rest."""
+        wait = start(comm, sends, self.recvs)
+        for copied in self._own:
+            put(*copied)
+
+        def finish() -> None:
+            wait()
+            for copied in self._later:
+                put(*copied)
+
+        return finish
 
 
 def contiguous(array: Any) -> Any:

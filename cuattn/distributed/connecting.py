@@ -62,6 +62,7 @@ def connect(group: Any = None, /, *, device: int | None = None, timeout: float =
             return Alone()
         made: Process = mpi.OfMpi(group, timeout)
         threads.hold_cores(made.local_size)
+        made.share_memory()
         made.use_devices(_device(made.local_rank) if device is None else device)
         return made
     if type(group).__name__ == "NcclCommunicator":

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -191,6 +192,7 @@ class Copies(OnGpu):
         self._mapped: dict[bytes, tuple[int, int]] = {}  # by handle: the allocation's number, its address here
         self._names: dict[tuple[int, int], bytes | None] = {}  # of this rank's allocations
         self._ready, self._taken = [1] * size, [1] * size  # groups that this rank has sent, and fetched
+        self._begun: deque[Callable[[], None]] = deque()
         self.allocation = self._name(self._counts.ptr)
 
     def meet(self, allocations: Sequence[bytes]) -> bool:
@@ -244,7 +246,13 @@ class Copies(OnGpu):
                 self._await(stream, self._counts.ptr + self._at(peer, 1), ready[peer])
             mine.clear()  # copies are freed once the stream has come here
 
-        return fetch
+        def fetch_in_order() -> None:
+            """Fetch what was begun before, too: counts say how many groups were taken, and not which."""
+            while fetch in self._begun:
+                self._begun.popleft()()
+
+        self._begun.append(fetch)
+        return fetch_in_order
 
     def _places(self, arrays: Sequence[Any], stream: Any) -> tuple[np.ndarray, list[Any]]:
         """Return where arrays lie, or copies of those that other processes cannot find; and the copies."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cuattn.distributed.arrays import contiguous, joined, taken
+from cuattn.distributed.arrays import Rooms, messages, part, pieces
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout, grouped
 from cuattn.distributed.tape import Described, add, empty_like, start
@@ -14,15 +14,17 @@ from cuattn.distributed.whole import Whole
 
 
 class Heads:
-    """The exchange within groups of `inner` neighbours; a group of one changes nothing.
+    """The exchange within groups of `inner` neighbours, of one of `count` parts of all heads.
 
     Parameters
     ----------
     comm : Comm
     inner : int
-        Ranks of a group, which divides the ranks, query heads and key heads.
+        Ranks of a group, each of which has as many of the part's heads; 1: nothing is exchanged.
     layouts : dict of str to Layout
         Of the ranks, by "row" and "key".
+    slot, count : int, optional
+        Which part, of how many; together with `inner` these divide query heads and key heads.
 
     Attributes
     ----------
@@ -34,98 +36,126 @@ class Heads:
         This one's group.
     """
 
-    def __init__(self, comm: Comm, inner: int, layouts: Mapping[str, Layout]) -> None:
+    def __init__(self, comm: Comm, inner: int, layouts: Mapping[str, Layout], slot: int = 0, count: int = 1) -> None:
         self._comm, self.inner, self._of_ranks = comm, inner, layouts
         self.index, self._slot = divmod(comm.rank, inner)
-        self._members = range(self.index * inner, (self.index + 1) * inner)
+        members = range(self.index * inner, (self.index + 1) * inner)
+        self._parts = {rank: member * count + slot for member, rank in enumerate(members)}  # whose heads they are
+        self._count, self._others = inner * count, [rank for rank in members if rank != comm.rank]
         self.ranks = list(range(self._slot, comm.size, inner))
         self.layouts = {axis: grouped(layout, inner) for axis, layout in layouts.items()}
 
     def whole(self, whole: Whole) -> Whole:
         """Return what is said of the whole problem, of this rank's heads."""
-        if self.inner == 1:
+        if self._count == 1:
             return whole
-        own = share(whole.leading[-1], self._slot, self.inner)
+        own = share(whole.leading[-1], self._parts[self._comm.rank], self._count)
         return whole.of_heads(own.start, own.stop)
 
     def place(self, array: Any) -> tuple[Any, ...]:
         """Return where this rank's heads are in an array without rows, as an index."""
-        if self.inner == 1 or array.ndim < 3 or array.shape[-3] == 1:
+        if self._count == 1 or array.ndim < 3 or array.shape[-3] == 1:
             return (...,)
-        return (..., share(array.shape[-3], self._slot, self.inner), slice(None), slice(None))
+        own = share(array.shape[-3], self._parts[self._comm.rank], self._count)
+        return (..., own, slice(None), slice(None))
 
-    def spread(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arrays of all the group's rows and of this rank's heads, from those of its rows and all heads."""
+    def own(self, arrays: Mapping[str, Any], rank: int | None = None) -> dict[str, Any]:
+        """Return this rank's heads of arrays, or another's of the group."""
+        part = self._parts[self._comm.rank if rank is None else rank]
+        return {name: part_of_heads(name, array, part, self._count) for name, array in arrays.items()}
+
+    def spread(self, arrays: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+        """Begin to exchange arrays of this rank's rows and all heads.
+
+        Returns what waits for those of all the group's rows and this rank's heads, and returns them.
+        """
         if self.inner == 1:
-            return dict(arrays)
+            return lambda: self.own(arrays)
         found = {name: array[self.place(array)] for name, array in arrays.items() if name == "key_bias"}
-        arrays = {name: array for name, array in arrays.items() if name != "key_bias"}
-        sent = {
-            peer: {n: contiguous(part_of_heads(n, x, slot, self.inner)) for n, x in arrays.items()}
-            for slot, peer in enumerate(self._members)
-        }
+        arrays = {name: array for name, array in arrays.items() if name not in found}
+        me, sends = self._comm.rank, []
+        rooms = Rooms(me)
+        for name, array in arrays.items():
+            axis, runs = axis_of(name), {rank: self._layout(name).rows(rank) for rank in self._parts}
+            for peer in self._others:
+                theirs = self.own({name: array}, peer)[name]
+                sends += [(peer, x) for x in messages(theirs, runs[me], runs[me], axis)]
+            found[name] = rooms.add(self.own({name: array})[name], runs, axis, runs[me])
+        wait = rooms.start(self._comm, sends)
 
-        def shape(name: str, peer: int) -> list[int]:
-            found = list(sent[self._comm.rank][name].shape)
-            found[axis_of(name)] = self._layout(name).lengths[peer]
+        def finish() -> dict[str, Any]:
+            wait()
             return found
 
-        parts = self._exchanged(sent, shape)
-        for name in arrays:
-            runs = [self._layout(name).rows(peer) for peer in self._members]
-            found[name] = joined([parts[peer][name] for peer in self._members], runs, axis_of(name))
-        return found
+        return finish
 
-    def collect(self, found: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return results of this rank's rows and all heads, from those of all the group's rows and its heads.
+    def collect(
+        self, found: Mapping[str, Any], whole: Mapping[str, Any], out: Mapping[str, Any]
+    ) -> Callable[[], dict[str, Any]]:
+        """Begin to exchange results of all the group's rows and this rank's heads.
 
         Parameters
         ----------
         found : dict of str to array
+            Those that are summed over all ranks stay as they are.
         whole : dict of str to array
-            This rank's operands, of which those without heads have gradients that are summed.
+            This rank's operands, of which those without heads have gradients that are summed over the group.
+        out : dict of str to array
+            Where results go, those of all heads; else to new arrays.
+
+        Returns
+        -------
+        callable
+            Waits for the results of this rank's rows and all heads, and returns them.
         """
         if self.inner == 1:
-            return dict(found)
-        whose = {n: self.layouts[_dealt_with(n)].rows(self.index) for n in found}
-        sent = {
-            peer: {n: taken(x, whose[n], self._layout(n).rows(peer), axis_of(n)) for n, x in found.items()}
-            for peer in self._members
-        }
-        parts = self._exchanged(sent, lambda name, peer: sent[self._comm.rank][name].shape)
-        results = {}
-        for name, array in found.items():
-            pieces, like = [parts[peer][name] for peer in self._members], whole.get(name)
+            return lambda: dict(found)
+        me, sends, recvs, later, sums = self._comm.rank, [], [], [], {}
+        results = {name: array for name, array in found.items() if is_shared(name)}
+        for name in [name for name in found if name not in results]:
+            array = found[name]
+            axis, layout, like = axis_of(name), self._layout(name), whole.get(name)
+            rows, every = layout.rows(me), self.layouts[_dealt_with(name)].rows(self.index)
+            sends += [(peer, x) for peer in self._others for x in messages(array, every, layout.rows(peer), axis)]
+            mine = part(array, every, rows, axis)
             if like is not None and (like.ndim < 3 or like.shape[-3] == 1):
-                results[name] = total(pieces)
-                continue
-            shape, axis = list(pieces[0].shape), axis_of(name) - 1
-            shape[axis] *= self.inner
-            results[name] = empty_like(array, shape, array.dtype)
-            for slot, piece in enumerate(pieces):
-                add(part_of_heads(name, results[name], slot, self.inner), piece)
-        return results
+                rooms = {peer: mine if peer == me else empty_like(mine, mine.shape, mine.dtype) for peer in self._parts}
+                sums[name] = [*rooms.values()]
+            else:
+                shape = list(mine.shape)
+                shape[axis - 1] *= self.inner
+                results[name] = out[name] if name in out else empty_like(mine, shape, mine.dtype)
+                rooms = {peer: self.own({name: results[name]}, peer)[name] for peer in self._parts}
+                add(rooms[me], mine)
+            for peer in self._others:
+                expected = pieces(rooms[peer], rows, rows, axis)
+                if expected is None:
+                    expected = [
+                        rooms[peer] if rooms[peer].flags.c_contiguous else empty_like(mine, mine.shape, mine.dtype)
+                    ]
+                    later.append((rooms[peer], *expected))
+                recvs += [(peer, x) for x in expected]
+        wait = start(self._comm, sends, recvs)
+
+        def finish() -> dict[str, Any]:
+            wait()
+            for room, piece in later:
+                if piece is not room:
+                    add(room, piece)
+            return results | {name: total(each) for name, each in sums.items()}
+
+        return finish
 
     def _layout(self, name: str) -> Layout:
         return self._of_ranks[_dealt_with(name)]
-
-    def _exchanged(self, sent: Mapping[int, Mapping[str, Any]], shape: Any) -> dict[int, dict[str, Any]]:
-        """Exchange arrays within the group; return what arrives, by rank."""
-        me = self._comm.rank
-        parts = {
-            peer: {n: x if peer == me else empty_like(x, shape(n, peer), x.dtype) for n, x in sent[me].items()}
-            for peer in self._members
-        }
-        start(self._comm, *([(peer, x) for peer in each for x in each[peer].values()] for each in (sent, parts)))()
-        return parts
 
 
 def total(parts: Sequence[Described]) -> Described:
     """Return the sum of arrays of one shape and dtype, in their order."""
     found, *rest = parts
-    for number, part in enumerate(rest):
+    for number, one in enumerate(rest):
         out = found if number else empty_like(found, found.shape, found.dtype)
-        add(out, found, part)
+        add(out, found, one)
         found = out
     return found
 
@@ -141,6 +171,11 @@ def part_of_heads(name: str, array: Any, slot: int, count: int) -> Any:
 def share(heads: int, slot: int, count: int) -> slice:
     """Return which heads one of `count` parts of them has."""
     return slice(slot * heads // count, (slot + 1) * heads // count)
+
+
+def is_shared(name: str) -> bool:
+    """Return whether a gradient, by the name of its operand, is summed over all ranks."""
+    return name == "key_bias" or name.startswith("score")
 
 
 def _dealt_with(name: str) -> str:

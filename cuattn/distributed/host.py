@@ -12,6 +12,7 @@ import numpy as np
 from cuattn.distributed.arrays import gathered
 from cuattn.distributed.comm import LOG, TIMEOUT, Closing, DistributedError, Messages
 from cuattn.distributed.gpu import Copies, Nccl, OnGpu, load_nccl
+from cuattn.distributed.mailbox import LONGEST, Mailbox, shared
 from cuattn.masks.device import load_cupy
 
 _HEAD, _SHORT = 8, 1016
@@ -40,6 +41,7 @@ class Process(Closing):
     local_size = 1
     timeout = TIMEOUT
     _gpus: OnGpu | None = None
+    _mailbox: Mailbox | None = None
     _heads: np.ndarray | None = None  # of objects, by rank
     _broken: DistributedError | None = None
 
@@ -54,7 +56,7 @@ class Process(Closing):
         self.check()
         with self._breaking():
             if not on_gpu((*sends[:1], *recvs[:1])):
-                finish = self._begin([(p, as_bytes(x)) for p, x in sends], [(p, as_bytes(x)) for p, x in recvs])
+                finish = self._tell([(p, as_bytes(x)) for p, x in sends], [(p, as_bytes(x)) for p, x in recvs])
             elif self._gpus is not None:
                 finish = self._gpus.begin(sends, recvs, stream=stream)
             else:
@@ -98,13 +100,22 @@ class Process(Closing):
         ours = [(peer, as_bytes(array).get(stream=stream)) for peer, array in sends]
         theirs = [(peer, np.empty(array.nbytes, np.uint8)) for peer, array in recvs]
         stream.synchronize()
-        self._exchange(ours, theirs)
+        self._tell(ours, theirs)()
         for (_, array), (_, copy) in zip(recvs, theirs, strict=True):
             as_bytes(array).set(copy, stream=stream)
         stream.synchronize()
 
-    def _exchange(self, sends: Messages, recvs: Messages) -> None:
-        self._begin(sends, recvs)()
+    def _tell(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
+        """Begin to exchange host arrays of bytes, the short ones through memory that ranks share, if they do."""
+        if self._mailbox is None:
+            return self._begin(sends, recvs)
+        short, long = (
+            [[(p, x) for p, x in pairs if (x.nbytes <= LONGEST) == is_short] for pairs in (sends, recvs)]
+            for is_short in (True, False)
+        )
+        finish = self._begin(*long) if any(long) else None
+        waits = [self._mailbox.begin(*short), *[finish] * (finish is not None)]
+        return lambda: [wait() for wait in waits].clear()
 
     def _begin(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
         """Begin to exchange host arrays; return what waits for them."""
@@ -134,6 +145,11 @@ class Process(Closing):
         """Return when all ranks have called this."""
         self.allgather(None)
 
+    def share_memory(self) -> None:
+        """Let short messages go through memory, if all ranks are on this machine; all ranks call this."""
+        if 1 < self.size == self.local_size:
+            self._mailbox = shared(self.rank, self.size, self.timeout, self.allgather)
+
     def use_devices(self, device: int | None) -> None:
         """Let messages of GPUs go from one to the other if every rank has a GPU of its own; all ranks call this."""
         every = self.allgather(None if device is None else _identity(device))
@@ -148,7 +164,7 @@ class Process(Closing):
             return None
         made, why = None, ""
         try:
-            made = Copies(self.rank, self.size, self._begin, self.timeout)
+            made = Copies(self.rank, self.size, self._tell, self.timeout)
         except Exception as error:  # CuPy's own, or of a driver that lacks something
             why = str(error)
         for step in (Copies.meet, Copies.works):
@@ -172,6 +188,8 @@ class Process(Closing):
 
     def close(self) -> None:
         """Free what this comm has made."""
+        if self._mailbox is not None:
+            self._mailbox.end()
         if self._gpus is not None:
             self._gpus.close()
             self._gpus = None

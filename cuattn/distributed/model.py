@@ -192,8 +192,9 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
         ends, travelling = _timeline(seconds * longer, adding, moved * there / links, moved.T * back / links, rates)
     held = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner
     exchange = held * (inner - 1) / inner
-    copied = 4 * held / rates.memory  # read and written as heads are taken out, and as rows are put together
-    swap = exchange / rates.link + copied + 2 * rates.latency if inner > 1 else 0.0
+    copied = 2 * held / inner / rates.memory  # what is this rank's own of both
+    shown = exchange / (max(parts, 1) if rates.overlapped else 1)  # the first part's arrays, and the last one's results
+    swap = shown / rates.link + copied + 2 * rates.latency if inner > 1 else 0.0
     last, loads = int(ends.argmax()), seconds.sum(1)
     steps_of_all = (parts or ranks) + 2 * (inner > 1)
     total = max(float(ends[last]) + swap, _HOST * (2 + steps_of_all) if rates.overlapped else 0.0)
@@ -368,8 +369,11 @@ def options_of(
         work = work_of(grouped(rows, group), grouped(keys, group), visible)
         most = float((work.needs["key"] * (1 - np.eye(work.size))).sum(1).max(initial=0))
         room = _SHARDS * max(work.lengths("key"), default=0)
-        parts = [n for n in _PARTS if slices % n == 0 and min(n, 2) * most <= room * n]  # two at a time
-        costs = [cost(name, work, size, rates, group, n) for n in (0, *(parts if name == "needed" else ()))]
+        parts = [0]
+        if name in ("needed", "heads"):
+            fitting = (n for n in _PARTS if slices % (n * group) == 0)
+            parts += [n for n in fitting if min(n, 2) * most <= room * n]  # two at a time
+        costs = [cost(name, work, size, rates, group, n) for n in parts]
         found[name] = min(costs, key=lambda each: each.seconds), group
     return found
 

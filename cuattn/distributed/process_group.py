@@ -27,6 +27,7 @@ class OfProcessGroup(Process):
         if "gloo" in self._backend and self._takes_gpus:
             machines = self.allgather(_machine())
             self.local_size = machines.count(machines[self.rank])
+            self.share_memory()
             self.use_devices(torch.cuda.current_device())
 
     def _by_nccl(self) -> None:
@@ -77,6 +78,8 @@ class OfProcessGroup(Process):
     def abort(self) -> None:
         """Let work that is under way fail; over gloo that of others does at their deadlines."""
         self._broken = self._broken or DistributedError("abort() was called", {self.rank: "called abort()"})
+        if self._mailbox is not None:
+            self._mailbox.end()
         self._group.abort()
 
 

@@ -7,8 +7,9 @@ hands arrays on, addresses on a GPU, and lets go of each array behind the last s
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -92,14 +93,16 @@ def start(comm: Comm, sends: Messages, recvs: Messages) -> Callable[[], None]:
 class _Run:
     """The arrays of one run, by number, and what else its steps need."""
 
-    __slots__ = ("arrays", "comm", "new", "state", "stream", "waits")
+    __slots__ = ("arrays", "comm", "lane", "lanes", "new", "state", "stream", "waits")
 
     def __init__(self, count: int, comm: Comm, state: Any, cupy: Any) -> None:
         self.arrays: list[Any] = [None] * count
         self.waits: dict[int, Callable[[], None]] = {}
         self.comm, self.state = comm, state
+        self.lane: int | None = None
         if cupy is not None:
             self.new, self.stream = constructor(cupy.ndarray), cupy.cuda.get_current_stream()
+            self.lanes = flight.Lanes(self.stream)
 
     def view(self, number: int, views: tuple[Any, ...], flat: tuple[Any, Any, int] | None) -> Any:
         """Return an array, or a part of it, see :meth:`Tape._place`."""
@@ -128,18 +131,21 @@ class Tape:
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self._xp = namespace(next(iter(arrays.values())))
-        self._steps: list[Step] = []
+        self._steps: list[tuple[int | None, Step]] = []  # and their lanes
         self._uses: list[list[int]] = []
-        self._done: list[tuple[Step, list[int]]] = []  # steps, and the arrays that no later one needs
+        self._done: list[tuple[int | None, Step, list[int]]] = []  # with the arrays that no later one needs
+        self._lane: int | None = None
+        self._lane_of: list[int | None] = []  # by array, the one that it is made in
         self._results: dict[str, Place] = {}
-        self._count = self._exchanges = 0
+        self._exchanges = 0
         self.arrays = {name: self._described(x.shape, x.dtype, x.strides) for name, x in arrays.items()}
 
     def _described(self, shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None) -> Described:
         layout = np.empty(1, dtype)
         if strides is None:
             strides = [*accumulate(shape[:0:-1], operator.mul, initial=layout.itemsize)][::-1][: len(shape)]
-        number, self._count = self._count, self._count + 1
+        number = len(self._lane_of)
+        self._lane_of.append(self._lane)
         return Described(self, number, as_strided(layout, shape, strides))
 
     def _place(self, array: Described) -> Place:
@@ -150,8 +156,27 @@ class Tape:
         return array.number, array.views, flat
 
     def _take(self, step: Step, *used: Described) -> None:
-        self._steps.append(step)
+        self._steps.append((self._lane, step))
         self._uses.append([array.number for array in used])
+
+    def is_laned(self, array: Described) -> bool:
+        """Return whether an array is made in a lane."""
+        return self._lane_of[array.number] is not None
+
+    @contextlib.contextmanager
+    def lane(self, number: int | None) -> Iterator[None]:
+        """Take steps down for one of a GPU's lanes: what one of them computes fills what another leaves free.
+
+        Steps of no lane come behind all that lanes did before, and before what they do after.  An array that is made in
+        a lane is used there, or by steps of no lane; one that is returned is made in none.  Within a lane it is that.
+        """
+        before = self._lane
+        if before is None and self._xp is not np:
+            self._lane = number
+        try:
+            yield
+        finally:
+            self._lane = before
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Described:
         """Make an array."""
@@ -257,9 +282,10 @@ class Tape:
     def end(self, results: Mapping[str, Described]) -> Tape:
         """Tell what a run returns."""
         self._results = {name: self._place(x) for name, x in results.items()}
+        self._laned = any(lane is not None for lane, _ in self._steps)
         needed = {number for number, *_ in self._results.values()}
-        for step, used in zip(reversed(self._steps), reversed(self._uses), strict=True):
-            self._done.append((step, [number for number in {*used} if number not in needed]))
+        for (lane, step), used in zip(reversed(self._steps), reversed(self._uses), strict=True):
+            self._done.append((lane, step, [number for number in {*used} if number not in needed]))
             needed.update(used)
         self._done.reverse()
         return self
@@ -274,13 +300,19 @@ class Tape:
         state : RNGState or None
             Of dropout.
         """
-        run = _Run(self._count, comm, state, None if self._xp is np else self._xp)
+        run = _Run(len(self._lane_of), comm, state, None if self._xp is np else self._xp)
         for name, described in self.arrays.items():
             run.arrays[described.number] = arrays[name]
-        for step, done in self._done:
-            step(run)
-            for number in done:
-                run.arrays[number] = None
+        try:
+            for lane, step, done in self._done:
+                if lane != run.lane:
+                    run.lane, run.stream = lane, run.lanes.go(lane)
+                step(run)
+                for number in done:
+                    run.arrays[number] = None
+        finally:
+            if self._laned:
+                run.lanes.end()
         return {name: run.view(*place) for name, place in self._results.items()}
 
 

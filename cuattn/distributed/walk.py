@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.distributed.arrays import joined, like, local, merged, messages, part, pieces, put, taken, without
+from cuattn.distributed.arrays import Rooms, joined, local, merged, messages, part, pieces, taken, without
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
-from cuattn.distributed.tape import start
 from cuattn.distributed.whole import Whole
 from cuattn.distributed.work import Work
 from cuattn.masks.runs import Runs, length_of
@@ -135,7 +134,7 @@ class Walk(ABC):
 
     def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype, wanted: Sequence[str]) -> None:
         self.team, self.whole, self.arrays, self.sums, self.wanted = team, whole, arrays, sums, tuple(wanted)
-        self.tape = arrays["q"].tape
+        self.tape, self.lasting = arrays["q"].tape, len(team.ranks) == team.comm.size
         of_axis = OF_ROWS if team.axis == "row" else OF_KEYS
         self.moving = [name for name in self.arrays if name in of_axis]
         self.returned = [name for name in self.results if name in of_axis]
@@ -160,7 +159,7 @@ class Walk(ABC):
 
     def _put(self, name: str, array: Any, dtype: Any, out: Arrays) -> Any:
         """Return an array that nobody else holds as a result."""
-        if name not in out and array.dtype == dtype:
+        if name not in out and array.dtype == dtype and not (self.lasting and self.tape.is_laned(array)):
             return array
         room = self._room_for(name, array.shape, dtype, out)
         self.tape.add(room, array)
@@ -181,34 +180,36 @@ class Walk(ABC):
         """Begin to fetch for the first stage; return what waits for that."""
         return self._start(plan[0], None)
 
-    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> Callable[[], Any]:
-        """Walk through all stages, given what :meth:`begin` returned; return what waits for the last results."""
+    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+        """Walk through all stages, given what :meth:`begin` returned.
+
+        Returns what begins to return the last results, and then returns what waits for them.
+        """
         back = None
         for stage, following in itertools.zip_longest(plan, plan[1:]):
             arrived = fetched()
             fetched = self._start(following, back)
             back = stage, self._stage(arrived)
         fetched()
-        return self._start(None, back)
+        return lambda: self._start(None, back)
 
     def _start(self, stage: Stage | None, back: tuple[Stage, dict[int, Partial]] | None) -> Callable[[], Any]:
         """Begin to fetch for a stage and to return partial results of another; return what waits for both."""
         team, me = self.team, self.team.index
-        sends = self._sends(stage, {} if back is None else back[1])
-        arrived, recvs, later = self._rooms({source: self._arriving(source) for source in stage[0]} if stage else {})
+        sends, rooms = self._sends(stage, {} if back is None else back[1]), Rooms(me)
+        arrived = self._rooms(rooms, {source: self._arriving(source) for source in stage[0]} if stage else {})
         results = []
         for client in back[0][1] if back and self.returned else ():
             if client != me and (runs := team.sent(me, client)):
                 results.append((client, runs, {name: self._room(name, runs, client) for name in self.returned}))
-        for client, runs, rooms in results:
-            for name, room in rooms.items():
-                recvs += [(client, x) for x in pieces(room, runs, runs, axis_of(name)) or [room]]
-        wait = start(team.comm, *([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, recvs)))
+        for client, runs, arrays in results:
+            for name, room in arrays.items():
+                rooms.recvs += [(client, x) for x in pieces(room, runs, runs, axis_of(name)) or [room]]
+        sends, rooms.recvs = ([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, rooms.recvs))
+        wait = rooms.start(team.comm, sends)
 
         def finish() -> Arrived | None:
             wait()
-            for copied in later:
-                put(*copied)
             for client, runs, arrays in results:
                 self.accept(arrays, *self._part(runs, team.layout("key").rows(client)))
             return arrived
@@ -232,28 +233,17 @@ class Walk(ABC):
                 sends += [(source, x) for x in messages(array, every, mine, axis_of(name))]
         return sends
 
-    def _rooms(self, runs: dict[int, Runs]) -> tuple[Arrived | None, list[tuple[int, Any]], list[Any]]:
-        """Return what a stage computes with, once messages have arrived, and what is to be copied then."""
-        me, runs, recvs, later = self.team.index, {source: mine for source, mine in runs.items() if mine}, [], []
+    def _rooms(self, rooms: Rooms, runs: dict[int, Runs]) -> Arrived | None:
+        """Return what a stage computes with, once messages have arrived."""
+        me, runs = self.team.index, {source: mine for source, mine in runs.items() if mine}
         if not runs:
-            return None, recvs, later
+            return None
         every, arrays = merged(run for mine in runs.values() for run in mine), {}
         for name in self.moving:
-            own, axis = self._moved(name, me), axis_of(name)
-            if [*runs] == [me]:
-                arrays[name] = own
-                continue
-            room = arrays[name] = like(own, axis, every)
-            for source, mine in runs.items():
-                if source == me:
-                    put(room, every, own, mine, axis, self.team.own(self.team.axis))
-                    continue
-                expected = pieces(room, every, mine, axis)
-                if expected is None:
-                    expected = [room if mine == every else like(own, axis, mine)]
-                    later += [(room, every, expected[0], mine, axis)] * (mine != every)
-                recvs += [(source, x) for x in expected]
-        return Arrived(runs, every, arrays), recvs, later
+            own = arrays[name] = self._moved(name, me)
+            if [*runs] != [me]:
+                arrays[name] = rooms.add(own, runs, axis_of(name), self.team.own(self.team.axis))
+        return Arrived(runs, every, arrays)
 
     def _rows_that_see(self, sources: Iterable[int]) -> Runs:
         """Return the rows of this rank that see keys of these, as far as it is known; all, if most do."""
@@ -341,35 +331,40 @@ class ForwardWalk(Walk):
         found, team = super()._arriving(source), self.team
         return team.work.seen_by(self._late_rows, source) if self._late_rows and source == team.index else found
 
-    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> Callable[[], Any]:
-        """Walk through all stages, given what :meth:`begin` returned; return what waits for the last results."""
+    def run(self, plan: Sequence[Stage], fetched: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+        """Walk through all stages."""
         team = self.team
         visited = [stage for stage in plan if any(team.sent(source, team.index) for source in stage[0])]
         if team.axis == "key" and len(visited) < 2:
             self._out_dtype = self.whole.options.get("out_dtype")  # nothing will be merged
         if self._late_rows:
-            return self._by_rows(self._late_rows, fetched)
-        ending = super().run(plan, fetched)
+            self._by_rows(self._late_rows, fetched)
+            return lambda: lambda: None
+        returning = super().run(plan, fetched)
 
         def end() -> None:
-            ending()
             if not self._total:  # nothing is visible
                 nothing = {name: self.arrays[name][..., :0, :] for name in "kv"}
                 bias, options = self.whole.bias(self.arrays, ()), self.whole.part(team.own("row"), ())
                 found = self.compute({**self.arrays, **nothing}, bias, options)
                 self.accept(found, team.own("row"), ())
 
-        return end
+        def begin() -> Callable[[], Any]:
+            ending = returning()
+            return lambda: (ending(), end())
 
-    def _by_rows(self, late: Runs, fetched: Callable[[], Any]) -> Callable[[], Any]:
+        return begin
+
+    def _by_rows(self, late: Runs, fetched: Callable[[], Any]) -> None:
         """Compute the rows that see this rank's keys alone while others' keys arrive for the rows that come late."""
         own, keys = self.team.own("row"), self.team.own("key")
         rows = without(own, late)
-        first = self._compute(self._of_rows(rows), {}, rows, keys)
-        _, every, moved = fetched()
-        last = self._compute(self._of_rows(late), moved, late, every)
+        with self.tape.lane(0):
+            first = self._compute(self._of_rows(rows), {}, rows, keys)
+        with self.tape.lane(1):
+            _, every, moved = fetched()
+            last = self._compute(self._of_rows(late), moved, late, every)
         self._total = {name: joined([first[name], last[name]], [rows, late], axis_of(name)) for name in self.results}
-        return lambda: None
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return o, l and m of a part."""
@@ -436,7 +431,8 @@ class BackwardWalk(Walk):
             self._add_part(total, *self._early.pop(name))
         if late is None:
             return self._put(name, total, dtype, out)
-        room = total if name not in out and total.dtype == dtype else self._room_for(name, total.shape, dtype, out)
+        reused = name not in out and total.dtype == dtype and not (self.lasting and self.tape.is_laned(total))
+        room = total if reused else self._room_for(name, total.shape, dtype, out)
         self.tape.add(room, total, late)
         return room
 
@@ -446,9 +442,12 @@ class BackwardWalk(Walk):
         operands = {name: arrays["bias" if name == "key_bias" else name] for name in self.wanted if name in self.arrays}
         args = self.whole.options["score_args"]
         operands |= {name: args[int(name.removeprefix("score"))] for name in self.wanted if name not in operands}
-        unrounded = None if self.sums == arrays["q"].dtype else self.sums
-        made = {name: (tuple(x.shape), unrounded or x.dtype) for name, x in operands.items()}
-        return self._call(BACKWARD, arrays, {**options, "out_dtype": self.sums}, made)
+        # Nothing is added where one rank has all rows and keys, of some heads.
+        alone = len(self.team.ranks) == 1 and operands.keys() <= {"q", "k", "v"}
+        dtype = self.whole.options["out_dtype"] if alone else self.sums
+        rounded = not alone and self.sums == arrays["q"].dtype
+        made = {name: (tuple(x.shape), x.dtype if rounded else dtype or x.dtype) for name, x in operands.items()}
+        return self._call(BACKWARD, arrays, {**options, "out_dtype": dtype}, made)
 
     def accept(self, found: Arrays, rows: Runs, keys: Runs) -> None:
         """Add gradients by some rows and keys."""

@@ -202,6 +202,33 @@ def test_what_others_cannot_find_is_copied(runtime):
     spawn(work, ranks=2)
 
 
+def test_what_is_begun_first_is_fetched_first(runtime):
+    """Whoever is waited for first: a count that says that the second was taken lets the first be written again."""
+
+    def work(comm):
+        copies, peer, (ours, theirs) = (
+            connected(comm),
+            1 - comm.rank,
+            ([Memory(64), Memory(64)], [Memory(64), Memory(64)]),
+        )
+        for number, memory in enumerate(ours):
+            memory._held[:] = 10 * comm.rank + number
+        comm.barrier()
+        first, second = (
+            copies.begin([(peer, Array(mine, 0, 64))], [(peer, Array(room, 0, 64))])
+            for mine, room in zip(ours, theirs, strict=True)
+        )
+        second()
+        first()
+        ours[0]._held[:] = 99  # as soon as streams let it be
+        comm.barrier()
+        assert [*(memory._held[0] for memory in theirs)] == [10 * peer, 10 * peer + 1]
+        comm.barrier()
+        copies.close()
+
+    spawn(work, ranks=2)
+
+
 def test_a_message_of_another_size(runtime):
     def work(comm):
         copies, memory = connected(comm), Memory(64)
