@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from cuattn import api
@@ -26,7 +26,6 @@ from cuattn.results import Forward, Gradients
 
 Placing = dict[str, Any]
 _MUCH = 1 << 27  # bytes of a partial result of all heads
-_RETURNS = 3  # steps of a part of the heads once it is computed
 
 
 def attention(
@@ -372,15 +371,11 @@ def _in_turn(tape: Tape, ways: Sequence[Iterator[None]]) -> None:
 
 def _side_by_side(tape: Tape, ways: Sequence[Iterator[None]]) -> None:
     """Take ways down in lanes: each computes as soon as what it needs has come, and returns while others compute."""
-    lanes = [number % LANES if len(ways) > 1 else None for number in range(len(ways))]
-    for lane, each in zip(lanes, ways, strict=True):
-        next(each)
-        with tape.lane(lane):
-            next(each)
-    for _ in range(_RETURNS):
-        for lane, each in zip(lanes, ways, strict=True):
-            with tape.lane(lane):
-                next(each, None)
+    for steps in (2, None):  # up to what is computed, and what is behind it: messages come in the order of their begin
+        for number, each in enumerate(ways):
+            with tape.lane(number % LANES if len(ways) > 1 else None):
+                for _ in islice(each, steps):
+                    pass
 
 
 def _shape(name: str, arrays: Arrays, whole: Whole) -> tuple[int, ...]:

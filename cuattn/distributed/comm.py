@@ -140,15 +140,15 @@ class Alone(Closing):
 
 
 # Seconds that a wait does not sleep, but lets others have its core: the shortest sleep takes a third as long, 0 s, too.
-_AWAKE = 2e-4
+AWAKE = 2e-4
 _let_others = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Deadline:
     """A time by which something has to happen; waiting for it sleeps at most a millisecond at a time."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._begin, self._pause = seconds, time.monotonic(), 0.0
+    def __init__(self, seconds: float, awake: float = AWAKE) -> None:
+        self._seconds, self._awake, self._begin, self._pause = seconds, awake, time.monotonic(), 0.0
 
     def wait(self, happened: Callable[[], Any], what: Callable[[], Mapping[int, str]]) -> None:
         """Poll until something happened; at the deadline raise what is known of ranks."""
@@ -156,7 +156,7 @@ class Deadline:
             waited = time.monotonic() - self._begin
             if waited > self._seconds:
                 raise DistributedError(f"no answer within {self._seconds:g} s", what())
-            if waited < _AWAKE:
+            if waited < self._awake:
                 _let_others()
                 continue
             self._pause = min(self._pause + 2e-5, 1e-3)

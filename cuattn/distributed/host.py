@@ -17,6 +17,7 @@ from cuattn.masks.device import load_cupy
 
 _HEAD, _SHORT = 8, 1016
 """Bytes of an object's length, and those of it that travel beside it."""
+_AWAKE_BESIDE_GPUS = 2e-3  # seconds that hosts do not sleep while GPUs wait for them
 
 
 def on_gpu(messages: Iterable[tuple[int, Any]]) -> bool:
@@ -155,6 +156,8 @@ class Process(Closing):
         every = self.allgather(None if device is None else _identity(device))
         if None not in every and len(set(every)) == self.size:
             self._gpus = self._copies() or self._by_nccl()
+        if self._mailbox is not None and self._gpus is not None:
+            self._mailbox.awake = _AWAKE_BESIDE_GPUS
         if device is not None and self._gpus is None:
             LOG.info("no messages from GPU to GPU of its own: not every rank has one for itself, or there is no NCCL")
 

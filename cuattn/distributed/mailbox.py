@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.distributed.comm import Deadline, DistributedError, Messages
+from cuattn.distributed.comm import AWAKE, Deadline, DistributedError, Messages
 
 LONGEST = 1 << 14  # bytes of a message
 _SLOTS = 32  # messages from one rank to another that are not taken yet
@@ -34,10 +34,15 @@ class Mailbox:
         Seconds that another rank may take to answer.
     memory : mmap
         Of all ranks, zeros at first.
+
+    Attributes
+    ----------
+    awake : float
+        Seconds that a wait does not sleep.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, memory: mmap.mmap) -> None:
-        self._rank, self._timeout = rank, timeout
+        self._rank, self._timeout, self.awake = rank, timeout, AWAKE
         words = np.frombuffer(memory, np.int64, size * (1 + size))
         self._ranks = words[:size]  # their processes, or what says that they have ended
         self._taken = words[size:].reshape(size, size)  # by sender and receiver
@@ -100,7 +105,7 @@ class Mailbox:
 
         if happened():
             return
-        Deadline(self._timeout).wait(over, lambda: {peer: f"did not answer rank {self._rank}"})
+        Deadline(self._timeout, self.awake).wait(over, lambda: {peer: f"did not answer rank {self._rank}"})
         if ended and not happened():
             raise DistributedError("a rank failed", {peer: f"ended before it answered rank {self._rank}"})
 

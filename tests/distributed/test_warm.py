@@ -239,6 +239,6 @@ def test_a_run_lets_go_of_what_no_later_step_needs(monkeypatch):
 
 def test_a_wait_does_not_sleep_at_first(monkeypatch):
     monkeypatch.setattr(comm.time, "sleep", lambda seconds: pytest.fail("it slept"))
-    monkeypatch.setattr(comm, "_AWAKE", 60.0)
+    monkeypatch.setattr(comm, "AWAKE", 60.0)
     asked = iter([False, False, True])
     comm.Deadline(5.0).wait(lambda: next(asked), dict)
