@@ -94,6 +94,9 @@ class Call:
         None if they are all, in their order.
     is_told : bool
         Whether there are masks that are no arrays, or functions.
+    into : dict of str to array
+        On a GPU, where all results go, of their shapes and dtypes and at any strides, where rows are aligned: nothing
+        of this is checked.
     """
 
     score: Any = None
@@ -105,6 +108,7 @@ class Call:
     masks: tuple[Mask, ...] = ()
     function: Any = None
     is_told = False
+    into: dict[str, Any] = {}  # noqa: RUF012  (never written to)
 
     def __init__(
         self,
@@ -337,7 +341,7 @@ def _compiler() -> tuple[Any, Any]:
 def _run(call: Call) -> tuple[list[Any], Any]:
     if call.out is not None or (call.origin is not None and call.has_runs):
         return _compute(call)
-    seen = interop.signature(call.arrays)
+    seen = interop.signature({**call.arrays, **call.into} if call.into else call.arrays)
     if seen is None:
         return _compute(call)
     layouts, addresses = seen
@@ -354,10 +358,30 @@ def _run(call: Call) -> tuple[list[Any], Any]:
     place = None if call.origin is None else known.place(call.origin)
     if origin.backend == "cpu":
         return _on_host(call, known, call.arrays, origin, state, place), state
+    if call.into:
+        return _launch_into(call, known, known.allocate, origin, addresses, state, place), state
     if origin.is_current:
         return _launch(call, known, known.allocate, origin, addresses, state, place), state
     with origin.scope():
         return _launch(call, known, known.allocate, origin, addresses, state, place), state
+
+
+def _launch_into(
+    call: Call, known: _Known, allocate: Any, origin: interop.ArrayOrigin, addresses: list[int], *more: Any
+) -> list[Any]:
+    """Run a checked call on its GPU for results in `call.into`, whose addresses come last."""
+    into, count = [*call.into.values()], len(addresses) - len(call.into)
+    addresses, places = addresses[:count], addresses[count:]
+
+    def scratch_alone(scratch_bytes: int, together: bool, held: Sequence[Any]) -> tuple[list[Any], list[int], Any]:
+        _, (scratch,), keep = allocate(scratch_bytes, together, held)
+        return into, [*places, scratch], keep
+
+    if known.sequence.laid:
+        return _launch(call, known, scratch_alone, origin, addresses, *more)
+    for array, found in zip(into, _launch(call, known, allocate, origin, addresses, *more), strict=True):
+        add(array, found)
+    return into
 
 
 def _launch(
@@ -383,6 +407,7 @@ def _launch(
 def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[list[Any], Any]:
     """Run a call that is checked; `warm` is told what it comes to if its arrays on a GPU are read at `seen`."""
     outputs = Outputs(call.operation.results if call.options.statistics else call.operation.results[:1], call.out)
+    into, count = call.into, len(call.arrays)
     views, origin = _enter(call, outputs)
     function = call.function
     with origin.scope():
@@ -398,14 +423,16 @@ def _compute(call: Call, warm: _Known | None = None, seen: Any = None) -> tuple[
             operands = bind(problem, views)
             _, addresses = interop.signature({name: operands.get(name, array) for name, array in views.items()})
             if known.sequence is None:
-                given = bind(problem, _operands(call, views, origin))
+                given = bind(problem, {**_operands(call, views, origin), **into})
                 known.sequence = known.backend.launch_sequence(problem, given, _all_masks(call, views))
-            allocate = outputs.allocator()
-            if warm is not None and seen == addresses:  # not those of copies
+            allocate = outputs.allocator() if not (into and known.sequence.laid) else origin.allocator([])
+            if warm is not None and seen[:count] == addresses:  # not those of copies
                 _remember(warm, known, call, function, origin=origin, allocate=allocate)
             copies = [a for name, a in operands.items() if a.data.ptr != views[name].data.ptr]
             place = None if call.origin is None else place
-            results = _launch(call, known, allocate, origin, addresses, state, place, copies)
+            launch = _launch_into if into else _launch
+            addresses += [array.data.ptr for array in into.values()]
+            results = launch(call, known, allocate, origin, addresses, state, place, copies)
         return outputs.fill(results), state
 
 
@@ -472,7 +499,7 @@ def _check(call: Call, views: dict[str, Any], origin: interop.ArrayOrigin) -> _K
     call.take_functions(views)
     if has_runs:
         _fold(call, views)
-    layouts, _ = interop.signature(views)
+    layouts, _ = interop.signature({**views, **call.into})
     known = _cell(call, layouts, *_kinds(call))
     if known.problem is None:
         operands = _operands(call, views, origin)

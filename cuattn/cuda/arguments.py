@@ -55,6 +55,19 @@ class Array(NamedTuple):
         return tuple(steps)[: len(self.shape)][::-1]
 
 
+class Laid(NamedTuple):
+    """The same of a result that is a part of a larger array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def slots_of(names: Iterable[str]) -> dict[str, str]:
     """Return the fields of ``Params`` that take addresses, each with the name of an operand, result or workspace."""
     fields = [(_FIELDS.get(name, name), name) for name in names]

@@ -7,7 +7,17 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cuattn.cuda.arguments import Array, Axes, collapse, layout_fields, load_bytes, problem_fields, slots_of, steps_of
+from cuattn.cuda.arguments import (
+    Array,
+    Axes,
+    Laid,
+    collapse,
+    layout_fields,
+    load_bytes,
+    problem_fields,
+    slots_of,
+    steps_of,
+)
 from cuattn.cuda.constants import Constants
 from cuattn.cuda.device import device_of
 from cuattn.cuda.functions import Functions
@@ -56,6 +66,8 @@ class Call:
     sequence: LaunchSequence
     packed_masks: ClassVar[bool] = False
     """Whether the kernels read elements of boolean masks as bits."""
+    lays_results: ClassVar[bool] = False
+    """Whether results that are among the operands may lie there at any strides."""
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any], masks: Sequence[Any]) -> None:
         self.problem, self.operands, self._given_masks = problem, operands, masks
@@ -109,6 +121,13 @@ class Call:
         problem, operation = self.problem, OPERATIONS[self.problem.operation]
         made = operation.made(replace(problem, rank=3), self.operands)  # every axis written out
         results = {name: Array(*one) for name, one in made.items()}
+        laid = (
+            self.lays_results
+            and 0 not in (problem.n_queries, problem.n_keys)
+            and results.keys() <= self.operands.keys()
+        )
+        if laid:
+            results = {name: Laid(*one, self.operands[name].strides) for name, one in made.items()}
         self.arrays = {**self.operands, **results}
         self._fields = problem_fields(problem, self.axes)
         for name, array in self.arrays.items():
@@ -122,6 +141,7 @@ class Call:
             self.device.number, inputs if score is None else [*inputs, *score.names], results, scratch, counters,
             problem, self.functions,
         )  # fmt: skip
+        self.sequence.laid = laid
         taken = slots_of(name for name in self.sequence.names if name != "mask")
         self.slots = {slot: self.addressed(name) for slot, name in taken.items()}
 

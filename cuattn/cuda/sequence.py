@@ -56,11 +56,15 @@ class LaunchSequence:
     device : int
     inputs : tuple of str
     results : dict of str to Array
+    laid : bool
+        Whether these lie where arrays of their names do that it was made for.
     names : dict of str to int
         The number of each address; "" is null.
     scratch_bytes : int
         What a run allocates beside its results, without tables, which masks keep.
     """
+
+    laid = False
 
     def __init__(
         self,

@@ -340,7 +340,8 @@ def _walk(
         if inner > 1:
             yield
         team = Team(request.comm, heads.ranks, heads.index, work, axis, trimmed)
-        walk = kind(team, heads.whole(request.whole), arrived(), request.sums, dtypes)
+        out = heads.own(made) if inner == 1 else {}
+        walk = kind(team, heads.whole(request.whole), arrived(), request.sums, dtypes, out)
         plan = stages("gather" if cost.parts else algorithm, team.index, work.size, bool(walk.returned))
         fetched = walk.begin(plan)
         if inner == 1:
@@ -350,7 +351,7 @@ def _walk(
         ending = returning()
         yield
         ending()
-        collected = heads.collect(walk.outcome(dtypes, heads.own(made) if inner == 1 else {}), operands, made)
+        collected = heads.collect(walk.outcome(), operands, made)
         yield
         found.update(collected())
 

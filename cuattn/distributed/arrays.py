@@ -116,30 +116,47 @@ def put(out: Any, whole: Runs, array: Any, runs: Runs, axis: int, held: Runs | N
     _copy(out, local(whole, runs), array, local(held or runs, runs), axis)
 
 
-def pieces(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any] | None:
-    """Return some runs of an array that holds those of `whole` as views, by head and run.
+def pieces(array: Any, whole: Runs, runs: Runs, axis: int, in_rows: bool) -> list[Any] | None:
+    """Return some runs of an array that holds those of `whole` as views: by head and run, or by run if heads are rows.
 
     None where these are small, so that one message is better: by shape, so that both ends of a message find the same.
     """
     lead = array.shape[: array.ndim + axis]
-    count = math.prod(lead) * len(runs)
-    if array.itemsize * math.prod((length_of(runs), *array.shape[len(lead) + 1 :])) < _PIECE * len(runs) or not count:
-        return None
-    places = local(whole, runs)
-    return [array[(*index, place)] for index in np.ndindex(*lead) for place in places]
+    if in_rows:
+        lead = lead[:-1]
+    else:
+        count = math.prod(lead) * len(runs)
+        size = array.itemsize * math.prod((length_of(runs), *array.shape[len(lead) + 1 :]))
+        if size < _PIECE * len(runs) or not count:
+            return None
+    behind = [slice(None)] * (array.ndim + axis - len(lead))
+    return [array[(*index, *behind, place)] for index in np.ndindex(*lead) for place in local(whole, runs)]
 
 
-def messages(array: Any, whole: Runs, runs: Runs, axis: int) -> list[Any]:
-    """Return the messages that take some runs of an array to another rank: each is contiguous."""
-    found = pieces(array, whole, runs, axis)
-    if found is not None and found[0].flags.c_contiguous:
+def messages(array: Any, whole: Runs, runs: Runs, axis: int, in_rows: bool) -> list[Any]:
+    """Return the messages that take some runs of an array to another rank: each is contiguous, or in rows that are."""
+    found = pieces(array, whole, runs, axis, in_rows)
+    if found is not None and all(x.flags.c_contiguous or (in_rows and _is_in_rows(x)) for x in found[:1]):
         return found
     copy = taken(array, whole, runs, axis)
-    return [copy] if found is None else pieces(copy, runs, runs, axis) or []
+    return [copy] if found is None else pieces(copy, runs, runs, axis, in_rows) or []
+
+
+def _is_in_rows(array: Any) -> bool:
+    """Return whether what each index of the first axis has is contiguous, one behind the other."""
+    row = array[:1]
+    return row.flags.c_contiguous and array.strides[0] >= row.nbytes
 
 
 class Rooms:
     """Room for what ranks hold of arrays.
+
+    Parameters
+    ----------
+    me : int
+        This rank.
+    in_rows : bool
+        Whether messages may be in rows.
 
     Attributes
     ----------
@@ -147,8 +164,8 @@ class Rooms:
         The messages that fill it, by rank.
     """
 
-    def __init__(self, me: int) -> None:
-        self._me, self.recvs = me, []
+    def __init__(self, me: int, in_rows: bool) -> None:
+        self._me, self._in_rows, self.recvs = me, in_rows, []
         self._own: list[tuple[Any, ...]] = []
         self._later: list[tuple[Any, ...]] = []
 
@@ -170,7 +187,7 @@ class Rooms:
             if source == self._me:
                 self._own.append((room, every, own, mine, axis, held))
                 continue
-            expected = pieces(room, every, mine, axis)
+            expected = pieces(room, every, mine, axis, self._in_rows)
             if expected is None:
                 expected = [room if mine == every else like(own, axis, mine)]
                 self._later += [(room, every, expected[0], mine, axis)] * (mine != every)

@@ -147,8 +147,9 @@ _let_others = getattr(os, "sched_yield", lambda: time.sleep(0))
 class Deadline:
     """A time by which something has to happen; waiting for it sleeps at most a millisecond at a time."""
 
-    def __init__(self, seconds: float, awake: float = AWAKE) -> None:
-        self._seconds, self._awake, self._begin, self._pause = seconds, awake, time.monotonic(), 0.0
+    def __init__(self, seconds: float, awake: float | None = None) -> None:
+        self._seconds, self._begin, self._pause = seconds, time.monotonic(), 0.0
+        self._awake = AWAKE if awake is None else awake
 
     def wait(self, happened: Callable[[], Any], what: Callable[[], Mapping[int, str]]) -> None:
         """Poll until something happened; at the deadline raise what is known of ranks."""

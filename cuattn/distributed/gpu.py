@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import itertools
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,9 @@ from cuattn.distributed.comm import LOG, DistributedError, Messages
 from cuattn.masks.device import load_cupy
 
 _HANDLE = 8  # words of what CUDA knows an allocation by in other processes
-_PLACE = np.dtype([("allocation", np.int64, _HANDLE + 1), ("offset", np.int64), ("nbytes", np.int64)])
-"""Where a message lies: the name of its allocation, and the place in it."""
+_NUMBERS = ("offset", "nbytes", "rows", "stride")
+_PLACE = np.dtype([("allocation", np.int64, _HANDLE + 1), *((name, np.int64) for name in _NUMBERS)])
+"""Where a message lies: the name of its allocation, the place in it, and its rows of so many bytes, a stride apart."""
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _COUNT = 4  # bytes of a count
 _MAPPED, _NAMES = 64, 1024  # allocations of others, and names of own ones, that are kept at most
@@ -256,50 +256,52 @@ class Copies(OnGpu):
 
     def _places(self, arrays: Sequence[Any], stream: Any) -> tuple[np.ndarray, list[Any]]:
         """Return where arrays lie, or copies of those that other processes cannot find; and the copies."""
-        found, kept, addresses = np.empty(len(arrays), _PLACE), [], _addresses(arrays)
-        found["nbytes"] = [array.nbytes for array in arrays]
-        for some, begin in self._by_allocation(addresses):
+        found, kept, begin, end = np.empty(len(arrays), _PLACE), [], 0, 0
+        for place, array in zip(found, arrays, strict=True):
+            address, (nbytes, rows, stride) = array.data.ptr, _rows_of(array)
+            if not begin <= address < end:
+                begin, end = self._allocation(address)
             name = self._name(begin)
-            if name is not None:
-                found["allocation"][some] = np.frombuffer(name, np.int64)
-                found["offset"][some] = addresses[some] - begin
-                continue
-            for place, array in zip(found[some], arrays[some], strict=True):
-                copy, runtime = self._cuda.Memory(array.nbytes), self._cuda.runtime
-                runtime.memcpyAsync(copy.ptr, array.data.ptr, array.nbytes, runtime.memcpyDefault, stream.ptr)
-                place["allocation"], place["offset"] = np.frombuffer(self._name(copy.ptr) or b"", np.int64), 0
+            if name is None:
+                copy = self._cuda.Memory(nbytes * rows)
+                self._copy(copy.ptr, nbytes, address, stride, nbytes, rows, stream)
                 kept.append(copy)
+                name, begin, end, address, stride = self._name(copy.ptr) or b"", 0, 0, 0, nbytes
+            place["allocation"] = np.frombuffer(name, np.int64)
+            for what, number in zip(_NUMBERS, (address - begin, nbytes, rows, stride), strict=True):
+                place[what] = number
         return found, kept
 
     def _fetch(self, arrays: Sequence[Any], places: np.ndarray, stream: Any) -> None:
-        """Copy what lies somewhere to arrays: as few copies as there can be, of which none leaves an allocation."""
-        sizes, targets, names = places["nbytes"], _addresses(arrays), places["allocation"]
-        wrong = np.flatnonzero(sizes != [array.nbytes for array in arrays])
-        if wrong.size:
-            n, array = sizes[wrong[0]], arrays[wrong[0]]
-            raise DistributedError(f"a message has {n} bytes; expected {array.nbytes}")
-        runtime, kind = self._cuda.runtime, self._cuda.runtime.memcpyDefault
-        for some, _ in self._by_allocation(targets):
-            for part in _slices((names[some][1:] != names[some][:-1]).any(axis=1), some.start):
-                to, of = int(targets[part.start]), self._map(names[part.start]) + int(places["offset"][part.start])
-                relative = targets[part] - to, places["offset"][part] - places["offset"][part.start], sizes[part]
-                for target, stride, source, its_stride, nbytes, count in grouped(*(x.tobytes() for x in relative)):
-                    if stride == its_stride == nbytes:
-                        runtime.memcpyAsync(to + target, of + source, nbytes * count, kind, stream.ptr)
-                    else:
-                        where = to + target, stride, of + source, its_stride
-                        runtime.memcpy2DAsync(*where, nbytes, count, kind, stream.ptr)
+        """Copy what lies somewhere to arrays."""
+        for array, place in zip(arrays, places, strict=True):
+            (nbytes, rows, stride), (its_nbytes, its_rows, its_stride) = _rows_of(array), place.item()[2:]
+            if nbytes * rows != its_nbytes * its_rows:
+                raise DistributedError(f"a message has {its_nbytes * its_rows} bytes; expected {nbytes * rows}")
+            if rows == 1:  # one that is contiguous has as many as the other
+                nbytes, rows, stride = its_nbytes, its_rows, its_nbytes
+            elif its_rows == 1:
+                its_stride = nbytes
+            of = self._map(place["allocation"]) + int(place["offset"])
+            self._copy(array.data.ptr, stride, of, its_stride, nbytes, rows, stream)
 
-    def _by_allocation(self, addresses: np.ndarray) -> Iterator[tuple[slice, int]]:
-        """Yield which addresses, one after the other, lie in an allocation, and where that begins."""
-        start, begin, size = 0, ctypes.c_uint64(), ctypes.c_size_t()
-        while start < len(addresses):
-            place = ctypes.c_uint64(int(addresses[start]))
-            _checked(self._driver.cuMemGetAddressRange_v2(ctypes.byref(begin), ctypes.byref(size), place))
-            outside = (addresses[start:] < begin.value) | (addresses[start:] >= begin.value + size.value)
-            stop = start + int(outside.argmax()) if outside.any() else len(addresses)
-            yield slice(start, stop), begin.value
-            start = stop
+    def _copy(self, to: int, stride: int, of: int, its_stride: int, nbytes: int, rows: int, stream: Any) -> None:
+        """Copy rows of bytes that are a stride apart."""
+        runtime, kind = self._cuda.runtime, self._cuda.runtime.memcpyDefault
+        if stride == its_stride == nbytes:
+            runtime.memcpyAsync(to, of, nbytes * rows, kind, stream.ptr)
+        elif max(stride, its_stride) <= _MOST:
+            runtime.memcpy2DAsync(to, stride, of, its_stride, nbytes, rows, kind, stream.ptr)
+        else:
+            for row in range(rows):
+                runtime.memcpyAsync(to + row * stride, of + row * its_stride, nbytes, kind, stream.ptr)
+
+    def _allocation(self, address: int) -> tuple[int, int]:
+        """Return where the allocation of an address begins and ends."""
+        begin, size = ctypes.c_uint64(), ctypes.c_size_t()
+        get = self._driver.cuMemGetAddressRange_v2
+        _checked(get(ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(address)))
+        return begin.value, begin.value + size.value
 
     def _name(self, begin: int) -> bytes | None:
         """Return the name of an allocation, None of one that other processes cannot find (of pools of CUDA's own).
@@ -365,56 +367,12 @@ def _by_peer(messages: Messages) -> dict[int, list[Any]]:
     return found
 
 
-def _addresses(arrays: Sequence[Any]) -> np.ndarray:
-    return np.array([array.data.ptr for array in arrays], np.int64)
-
-
-def _slices(changes: np.ndarray, start: int) -> Iterator[slice]:
-    """Yield the stretches, from `start` on, between which something changes.
-
-    >>> [*_slices(np.array([False, True, False]), 10)]
-    [slice(10, 12, None), slice(12, 14, None)]
-    """
-    stops = [*(np.flatnonzero(changes) + 1 + start).tolist(), start + len(changes) + 1]
-    return itertools.starmap(slice, itertools.pairwise((start, *stops)))
-
-
-Rows = list[tuple[int, int, int, int, int, int]]
-"""Copies of rows: target, from row to row, source, from row to row, bytes of a row, rows."""
-
-
-@functools.lru_cache(maxsize=256)  # the same in call after call
-def grouped(targets: bytes, sources: bytes, sizes: bytes) -> Rows:
-    """Return copies, each of 64-bit numbers, as few, of rows at equal distances.
-
-    >>> grouped(*(np.array(x).tobytes() for x in ([0, 8, 16, 40], [0, 4, 8, 90], [4, 4, 4, 2])))
-    [(0, 8, 0, 4, 4, 3), (40, 2, 90, 2, 2, 1)]
-    >>> grouped(*(np.array(x).tobytes() for x in ([0, 20, 100, 120, 200, 220], [0, 4, 8, 12, 16, 20], [4] * 6)))
-    [(0, 100, 0, 8, 4, 3), (20, 100, 4, 8, 4, 3)]
-    """
-    copies = [*zip(*(np.frombuffer(x, np.int64).tolist() for x in (targets, sources, sizes)), strict=True)]
-    found = [list(itertools.chain(*(_in_rows(copies[i::n]) for i in range(n)))) for n in (1, 2, 4)]
-    return min(found, key=len)
-
-
-def _in_rows(copies: Sequence[tuple[int, int, int]]) -> Rows:
-    found, i = [], 0
-    while i < len(copies):
-        target, source, nbytes = copies[i]
-        stride = its_stride = nbytes
-        count = 1
-        if i + 1 < len(copies):
-            stride, its_stride = copies[i + 1][0] - target, copies[i + 1][1] - source
-            if min(stride, its_stride) >= nbytes and max(stride, its_stride) <= _MOST:
-                while i + count < len(copies) and copies[i + count] == (
-                    target + count * stride, source + count * its_stride, nbytes
-                ):  # fmt: skip
-                    count += 1
-        if count == 1:
-            stride = its_stride = nbytes
-        found.append((target, stride, source, its_stride, nbytes, count))
-        i += count
-    return found
+def _rows_of(array: Any) -> tuple[int, int, int]:
+    """Return an array's bytes of a row, its rows, and what is between their beginnings; its first axis has the rows."""
+    if array.flags.c_contiguous:
+        return array.nbytes, 1, array.nbytes
+    rows = array.shape[0]
+    return array.nbytes // rows, rows, array.strides[0]
 
 
 @functools.cache

@@ -73,13 +73,13 @@ class Heads:
             return lambda: self.own(arrays)
         found = {name: array[self.place(array)] for name, array in arrays.items() if name == "key_bias"}
         arrays = {name: array for name, array in arrays.items() if name not in found}
-        me, sends = self._comm.rank, []
-        rooms = Rooms(me)
+        me, sends, in_rows = self._comm.rank, [], self._in_rows(arrays)
+        rooms = Rooms(me, in_rows)
         for name, array in arrays.items():
             axis, runs = axis_of(name), {rank: self._layout(name).rows(rank) for rank in self._parts}
             for peer in self._others:
                 theirs = self.own({name: array}, peer)[name]
-                sends += [(peer, x) for x in messages(theirs, runs[me], runs[me], axis)]
+                sends += [(peer, x) for x in messages(theirs, runs[me], runs[me], axis, in_rows)]
             found[name] = rooms.add(self.own({name: array})[name], runs, axis, runs[me])
         wait = rooms.start(self._comm, sends)
 
@@ -111,12 +111,14 @@ class Heads:
         if self.inner == 1:
             return lambda: dict(found)
         me, sends, recvs, later, sums = self._comm.rank, [], [], [], {}
+        in_rows = self._in_rows(found)
         results = {name: array for name, array in found.items() if is_shared(name)}
         for name in [name for name in found if name not in results]:
             array = found[name]
             axis, layout, like = axis_of(name), self._layout(name), whole.get(name)
             rows, every = layout.rows(me), self.layouts[_dealt_with(name)].rows(self.index)
-            sends += [(peer, x) for peer in self._others for x in messages(array, every, layout.rows(peer), axis)]
+            for peer in self._others:
+                sends += [(peer, x) for x in messages(array, every, layout.rows(peer), axis, in_rows)]
             mine = part(array, every, rows, axis)
             if like is not None and (like.ndim < 3 or like.shape[-3] == 1):
                 rooms = {peer: mine if peer == me else empty_like(mine, mine.shape, mine.dtype) for peer in self._parts}
@@ -128,7 +130,7 @@ class Heads:
                 rooms = {peer: self.own({name: results[name]}, peer)[name] for peer in self._parts}
                 add(rooms[me], mine)
             for peer in self._others:
-                expected = pieces(rooms[peer], rows, rows, axis)
+                expected = pieces(rooms[peer], rows, rows, axis, in_rows)
                 if expected is None:
                     expected = [
                         rooms[peer] if rooms[peer].flags.c_contiguous else empty_like(mine, mine.shape, mine.dtype)
@@ -145,6 +147,9 @@ class Heads:
             return results | {name: total(each) for name, each in sums.items()}
 
         return finish
+
+    def _in_rows(self, arrays: Mapping[str, Any]) -> bool:
+        return next(iter(arrays.values())).tape.takes_rows(self._comm)
 
     def _layout(self, name: str) -> Layout:
         return self._of_ranks[_dealt_with(name)]

@@ -88,6 +88,11 @@ class Process(Closing):
         """Whether messages of GPUs are no kernels."""
         return isinstance(self._gpus, Copies)
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether messages of GPUs may be rows at equal distances, along their first axis, instead of contiguous."""
+        return isinstance(self._gpus, Copies)
+
     def check(self) -> None:
         """Raise if an earlier call failed; of work on GPUs, which fails after the call, also if that has by now."""
         if self._gpus is not None and self._gpus.failed:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cuattn.distributed.comm import AWAKE, Deadline, DistributedError, Messages
+from cuattn.distributed.comm import Deadline, DistributedError, Messages
 
 LONGEST = 1 << 14  # bytes of a message
 _SLOTS = 32  # messages from one rank to another that are not taken yet
@@ -37,12 +37,14 @@ class Mailbox:
 
     Attributes
     ----------
-    awake : float
-        Seconds that a wait does not sleep.
+    awake : float or None
+        Seconds that a wait does not sleep; None is what other waits have.
     """
 
+    awake: float | None = None
+
     def __init__(self, rank: int, size: int, timeout: float, memory: mmap.mmap) -> None:
-        self._rank, self._timeout, self.awake = rank, timeout, AWAKE
+        self._rank, self._timeout = rank, timeout
         words = np.frombuffer(memory, np.int64, size * (1 + size))
         self._ranks = words[:size]  # their processes, or what says that they have ended
         self._taken = words[size:].reshape(size, size)  # by sender and receiver

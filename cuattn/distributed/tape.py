@@ -11,6 +11,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,10 @@ class Tape:
         self._steps.append((self._lane, step))
         self._uses.append([array.number for array in used])
 
+    def takes_rows(self, comm: Comm) -> bool:
+        """Return whether messages may be rows at equal distances."""
+        return self._xp is not np and getattr(comm, "takes_rows", False)
+
     def is_laned(self, array: Described) -> bool:
         """Return whether an array is made in a lane."""
         return self._lane_of[array.number] is not None
@@ -244,6 +249,7 @@ class Tape:
         origin: Any,
         functions: tuple[Any, Any],
         made: Mapping[str, tuple[Sequence[int], Any]],
+        into: Mapping[str, Described] = MappingProxyType({}),
     ) -> dict[str, Described]:
         """Compute a part, see :class:`cuattn.dispatch.Call`.
 
@@ -256,14 +262,22 @@ class Tape:
         functions : (score, score_args)
         made : dict of str to (shape, dtype)
             The results, a gradient by the name of its operand.
+        into : dict of str to array, optional
+            Of a forward, where these go.
         """
-        results = {name: self._described(*of) for name, of in made.items()}
+        if into and self._xp is np:
+            found = self.compute(operation, arrays, options, origin, functions, made)
+            for name, array in into.items():
+                self.add(array, found[name])
+            return dict(into)
+        results = dict(into) or {name: self._described(*of) for name, of in made.items()}
         numbers, replays = {name: x.number for name, x in results.items()}, operation.replays
         given = operation.given(arrays)
         described = {name: x for name, x in given.items() if isinstance(x, Described)}
         places = [(name, self._place(x)) for name, x in described.items()]
         rest = {name: x for name, x in given.items() if name not in described}
         order = tuple(given) if rest else ()
+        targets = [(name, self._place(x)) for name, x in into.items()]
 
         def step(run: _Run) -> None:
             named = {name: run.view(*place) for name, place in places}
@@ -271,7 +285,11 @@ class Tape:
                 named |= rest
                 named = {name: named[name] for name in order}
             call = dispatch.Call(operation, named, options, run.state, origin, None, *functions)
+            if targets:
+                call.into = {name: run.view(*place) for name, place in targets}
             found = dispatch.compute(call)[0]
+            if targets:
+                return
             for name, array in _by_operand(call, found).items() if replays else zip(numbers, found, strict=True):
                 if name in numbers:
                     run.arrays[numbers[name]] = array

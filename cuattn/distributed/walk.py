@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.distributed.arrays import Rooms, joined, local, merged, messages, part, pieces, taken, without
+from cuattn.distributed.arrays import Rooms, local, merged, messages, part, pieces, put, taken, without
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.whole import Whole
@@ -123,8 +123,10 @@ class Walk(ABC):
         This rank's, of the tape that takes the way down.  A bias without rows is "key_bias".
     sums : numpy.dtype
         Of partial results.
-    wanted : sequence of str
-        What it comes to; gradients by the names of their operands.
+    dtypes : dict of str to dtype
+        Of what it comes to; gradients by the names of their operands.
+    out : dict of str to array
+        Where this goes; else to new arrays.
     """
 
     results: tuple[str, ...]
@@ -132,9 +134,18 @@ class Walk(ABC):
     adds_rows = False
     """Whether a part may have some of this rank's rows alone, those that see its keys."""
 
-    def __init__(self, team: Team, whole: Whole, arrays: Arrays, sums: np.dtype, wanted: Sequence[str]) -> None:
-        self.team, self.whole, self.arrays, self.sums, self.wanted = team, whole, arrays, sums, tuple(wanted)
-        self.tape, self.lasting = arrays["q"].tape, len(team.ranks) == team.comm.size
+    def __init__(
+        self,
+        team: Team,
+        whole: Whole,
+        arrays: Arrays,
+        sums: np.dtype,
+        dtypes: Mapping[str, Any],
+        out: Arrays,
+    ) -> None:
+        self.team, self.whole, self.arrays, self.sums, self.dtypes, self._out = team, whole, arrays, sums, dtypes, out
+        self.tape, self._lasting = arrays["q"].tape, len(team.ranks) == team.comm.size
+        self._in_rows = self.tape.takes_rows(team.comm)
         of_axis = OF_ROWS if team.axis == "row" else OF_KEYS
         self.moving = [name for name in self.arrays if name in of_axis]
         self.returned = [name for name in self.results if name in of_axis]
@@ -151,29 +162,39 @@ class Walk(ABC):
         """Take results for some of this rank's rows, or keys."""
 
     @abstractmethod
-    def outcome(self, dtypes: Mapping[str, Any], out: Arrays) -> Arrays:
-        """Return what the walk has come to, of these dtypes: in the arrays `out`, where there are such."""
+    def outcome(self) -> Arrays:
+        """Return what the walk has come to."""
 
-    def _room_for(self, name: str, shape: tuple[int, ...], dtype: Any, out: Arrays) -> Any:
-        return out[name] if name in out else self.tape.empty(shape, dtype)
+    def _room_for(self, name: str, shape: tuple[int, ...]) -> Any:
+        return self._out[name] if name in self._out else self.tape.empty(shape, self.dtypes[name])
 
-    def _put(self, name: str, array: Any, dtype: Any, out: Arrays) -> Any:
+    def _may_leave(self, name: str, array: Any) -> bool:
+        """Return whether an array, which nobody else holds, can be a result as it is."""
+        lasts = not (self._lasting and self.tape.is_laned(array))
+        return name not in self._out and array.dtype == self.dtypes[name] and lasts
+
+    def _put(self, name: str, array: Any) -> Any:
         """Return an array that nobody else holds as a result."""
-        if name not in out and array.dtype == dtype and not (self.lasting and self.tape.is_laned(array)):
+        if array is self._out.get(name) or self._may_leave(name, array):
             return array
-        room = self._room_for(name, array.shape, dtype, out)
+        room = self._room_for(name, array.shape)
         self.tape.add(room, array)
         return room
 
     def _call(
-        self, operation: Operation, arrays: Arrays, options: dict[str, Any], made: Mapping[str, tuple[Any, Any]]
+        self,
+        operation: Operation,
+        arrays: Arrays,
+        options: dict[str, Any],
+        made: Mapping[str, tuple[Any, Any]],
+        into: Arrays | None = None,
     ) -> Arrays:
         """Compute a part; a GPU's kernels leave `sm_margin` multiprocessors free, if the comm asks for some."""
         given = {name: options[name] for name in Options._fields if name in options}
         settings = Options(**given, sm_margin=getattr(self.team.comm, "sm_margin", 0))
         functions = options["score"], options["score_args"]
         return self.tape.compute(
-            operation, {**arrays, "mask": options["mask"]}, settings, options["origin"], functions, made
+            operation, {**arrays, "mask": options["mask"]}, settings, options["origin"], functions, made, into or {}
         )
 
     def begin(self, plan: Sequence[Stage]) -> Callable[[], Any]:
@@ -196,7 +217,7 @@ class Walk(ABC):
     def _start(self, stage: Stage | None, back: tuple[Stage, dict[int, Partial]] | None) -> Callable[[], Any]:
         """Begin to fetch for a stage and to return partial results of another; return what waits for both."""
         team, me = self.team, self.team.index
-        sends, rooms = self._sends(stage, {} if back is None else back[1]), Rooms(me)
+        sends, rooms = self._sends(stage, {} if back is None else back[1]), Rooms(me, self._in_rows)
         arrived = self._rooms(rooms, {source: self._arriving(source) for source in stage[0]} if stage else {})
         results = []
         for client in back[0][1] if back and self.returned else ():
@@ -204,7 +225,8 @@ class Walk(ABC):
                 results.append((client, runs, {name: self._room(name, runs, client) for name in self.returned}))
         for client, runs, arrays in results:
             for name, room in arrays.items():
-                rooms.recvs += [(client, x) for x in pieces(room, runs, runs, axis_of(name)) or [room]]
+                found = pieces(room, runs, runs, axis_of(name), self._in_rows)
+                rooms.recvs += [(client, x) for x in ([room] if found is None else found)]
         sends, rooms.recvs = ([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, rooms.recvs))
         wait = rooms.start(team.comm, sends)
 
@@ -227,10 +249,11 @@ class Walk(ABC):
             if client != team.index and (runs := team.sent(team.index, client)):
                 for name in self.moving:
                     array = self._moved(name, client)
-                    sends += [(client, x) for x in messages(array, team.own(team.axis), runs, axis_of(name))]
+                    found = messages(array, team.own(team.axis), runs, axis_of(name), self._in_rows)
+                    sends += [(client, x) for x in found]
         for source, (arrays, every, mine) in partial.items():
             for name, array in arrays.items():
-                sends += [(source, x) for x in messages(array, every, mine, axis_of(name))]
+                sends += [(source, x) for x in messages(array, every, mine, axis_of(name), self._in_rows)]
         return sends
 
     def _rooms(self, rooms: Rooms, runs: dict[int, Runs]) -> Arrived | None:
@@ -315,6 +338,7 @@ class ForwardWalk(Walk):
         self._late: Arrays = {}
         self._late_rows: Runs = ()
         self._out_dtype: Any = self.sums
+        self._into: Arrays = {}
 
     def begin(self, plan: Sequence[Stage]) -> Callable[[], Any]:
         """Begin to fetch for the first stage; return what waits for that.
@@ -337,6 +361,7 @@ class ForwardWalk(Walk):
         visited = [stage for stage in plan if any(team.sent(source, team.index) for source in stage[0])]
         if team.axis == "key" and len(visited) < 2:
             self._out_dtype = self.whole.options.get("out_dtype")  # nothing will be merged
+            self._into = self._out if visited and self.results == (*self._out,) and not self._late_rows else {}
         if self._late_rows:
             self._by_rows(self._late_rows, fetched)
             return lambda: lambda: None
@@ -359,30 +384,45 @@ class ForwardWalk(Walk):
         """Compute the rows that see this rank's keys alone while others' keys arrive for the rows that come late."""
         own, keys = self.team.own("row"), self.team.own("key")
         rows = without(own, late)
+        shapes = self._shapes(self.arrays)
+        rooms = self._total = {name: self._room_for(name, shapes[name]) for name in self.results}
         with self.tape.lane(0):
-            first = self._compute(self._of_rows(rows), {}, rows, keys)
+            self._compute_into(rooms, {}, rows, keys)
         with self.tape.lane(1):
             _, every, moved = fetched()
-            last = self._compute(self._of_rows(late), moved, late, every)
-        self._total = {name: joined([first[name], last[name]], [rows, late], axis_of(name)) for name in self.results}
+            self._compute_into(rooms, moved, late, every)
+
+    def _compute_into(self, rooms: Arrays, moved: Arrays, rows: Runs, keys: Runs) -> None:
+        """Compute some rows; their results go where they belong in arrays of all."""
+        own, arrays = self.team.own("row"), self._of_rows(rows)
+        if len(local(own, rows)) == 1:
+            self._into = {name: part(x, own, rows, axis_of(name)) for name, x in rooms.items()}
+            self._compute(arrays, moved, rows, keys)
+            return
+        for name, found in self._compute(arrays, moved, rows, keys).items():
+            put(rooms[name], own, found, rows, axis_of(name))
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return o, l and m of a part."""
-        dtypes = self._out_dtype or arrays["q"].dtype, self.sums, self.sums
-        rows = *self.whole.leading, arrays["q"].shape[-2]
-        shapes = (*rows, arrays["v"].shape[-1]), rows, rows
-        made = dict(zip(self.results, zip(shapes, dtypes, strict=True), strict=True))
-        return self._call(FORWARD, {**arrays, "bias": bias}, {**options, "out_dtype": self._out_dtype}, made)
+        dtypes, shapes, into = self._out_dtype or arrays["q"].dtype, self._shapes(arrays), self._into
+        made = {name: (shapes[name], dtypes if name == "o" else self.sums) for name in self.results}
+        self._into = {}
+        return self._call(FORWARD, {**arrays, "bias": bias}, {**options, "out_dtype": self._out_dtype}, made, into)
 
-    def outcome(self, dtypes: Mapping[str, Any], out: Arrays) -> Arrays:
+    def _shapes(self, arrays: Arrays) -> dict[str, tuple[int, ...]]:
+        """Return the results' shapes."""
+        rows = *self.whole.leading, arrays["q"].shape[-2]
+        return {"o": (*rows, arrays["v"].shape[-1]), "l": rows, "m": rows}
+
+    def outcome(self) -> Arrays:
         """Return o, l and m."""
-        if self._late and all(array.flags.c_contiguous for array in out.values()):
-            found = {name: self._room_for(name, x.shape, dtypes[name], out) for name, x in self._total.items()}
+        if self._late and all(array.flags.c_contiguous for array in self._out.values()):
+            found = {name: self._room_for(name, x.shape) for name, x in self._total.items()}
             self._merge_late(found)
-            return found
+            return {name: found[name] for name in self.dtypes}
         if self._late:
             self._merge_late(self._total)
-        return {name: self._put(name, self._total[name], dtype, out) for name, dtype in dtypes.items()}
+        return {name: self._put(name, self._total[name]) for name in self.dtypes}
 
     def _merge_late(self, out: Arrays) -> None:
         late, self._late = self._late, {}
@@ -419,29 +459,28 @@ class BackwardWalk(Walk):
         self._early: dict[str, tuple[Any, dict[int, tuple[Runs, Runs]]]] = {}
         self._late: Arrays = {}
 
-    def outcome(self, dtypes: Mapping[str, Any], out: Arrays) -> Arrays:
+    def outcome(self) -> Arrays:
         """Return the gradients, of the shapes of their operands."""
-        return {name: self._gradient(name, dtype, out) for name, dtype in dtypes.items()}
+        return {name: self._gradient(name) for name in self.dtypes}
 
-    def _gradient(self, name: str, dtype: Any, out: Arrays) -> Any:
+    def _gradient(self, name: str) -> Any:
         total, late = self._totals.pop(name, None), self._late.pop(name, None)
         if total is None:
-            total = self.tape.zeros(self.shapes[name], self.sums if name in self._early else dtype)
+            total = self.tape.zeros(self.shapes[name], self.sums if name in self._early else self.dtypes[name])
         if name in self._early:
             self._add_part(total, *self._early.pop(name))
         if late is None:
-            return self._put(name, total, dtype, out)
-        reused = name not in out and total.dtype == dtype and not (self.lasting and self.tape.is_laned(total))
-        room = total if reused else self._room_for(name, total.shape, dtype, out)
+            return self._put(name, total)
+        room = total if self._may_leave(name, total) else self._room_for(name, total.shape)
         self.tape.add(room, total, late)
         return room
 
     def compute(self, arrays: Arrays, bias: Any, options: dict[str, Any]) -> Arrays:
         """Return the gradients of a part."""
         arrays = {**arrays, "bias": bias}
-        operands = {name: arrays["bias" if name == "key_bias" else name] for name in self.wanted if name in self.arrays}
+        operands = {name: arrays["bias" if name == "key_bias" else name] for name in self.dtypes if name in self.arrays}
         args = self.whole.options["score_args"]
-        operands |= {name: args[int(name.removeprefix("score"))] for name in self.wanted if name not in operands}
+        operands |= {name: args[int(name.removeprefix("score"))] for name in self.dtypes if name not in operands}
         # Nothing is added where one rank has all rows and keys, of some heads.
         alone = len(self.team.ranks) == 1 and operands.keys() <= {"q", "k", "v"}
         dtype = self.whole.options["out_dtype"] if alone else self.sums

@@ -1,5 +1,6 @@
 """Any problem, dealt out in any way, is what one device computes."""
 
+import contextlib
 from unittest import mock
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 import cuattn
 from cuattn import distributed, masks
-from cuattn.distributed import DistributedError, Layout, api, arrays, connect, model, spawn, walk
+from cuattn.distributed import DistributedError, Layout, api, arrays, connect, model, spawn, tape, threads, walk
 from cuattn.errors import ArgumentError
 from tests.distributed.layouts import layouts, run
 from tests.strategies import cases, normal
@@ -32,8 +33,27 @@ def dealt(data, case, size):
 def test_any_split_matches_the_oracle(data, case, size, algorithm):
     rows, keys = dealt(data, case, size)
     piece = mock.patch.object(arrays, "_PIECE", data.draw(st.sampled_from((1, 1 << 30))))
-    with piece, in_parts(data.draw(st.sampled_from((1, 2)))):
+    in_rows = messages_in_rows() if data.draw(st.booleans()) else contextlib.nullcontext()
+    with piece, in_rows, in_parts(data.draw(st.sampled_from((1, 2)))):
         matches_the_oracle(case, size, algorithm, rows, keys)
+
+
+@contextlib.contextmanager
+def messages_in_rows():
+    """Let messages be rows at equal distances, as they may be where GPUs copy them."""
+
+    def put_into(letter, targets, stream):
+        count = min(len(letter.arrays), len(targets))
+        for array, target in zip(letter.arrays[:count], targets[:count], strict=True):
+            assert array.shape == target.shape and array.dtype == target.dtype
+            for each in (array, target):
+                assert each.flags.c_contiguous or (each[0].flags.c_contiguous and each.strides[0] > each[0].nbytes)
+            target[...] = array
+        del letter.arrays[:count], targets[:count]
+
+    takes_rows = mock.patch.object(tape.Tape, "takes_rows", lambda *_: True)
+    with takes_rows, mock.patch.object(threads._Letter, "put_into", put_into):
+        yield
 
 
 def in_parts(count):

@@ -534,6 +534,8 @@ def pack(problem: Problem, operands: Mapping[str, Any]) -> tuple[Problem, Mappin
     """
     q, group, n_queries = operands["q"], problem.group, problem.n_queries
     *leading, head, row, column = q.strides
+    if "o" in operands:  # which need not lie so
+        return problem, operands
     gains = pad(group * n_queries, _TILE_ROWS) < _PACKED * group * pad(n_queries, _TILE_ROWS)
     if n_queries == 1:
         row = head
@@ -553,6 +555,7 @@ class Forward(MappedCall):
             problem, operands = pack(problem, operands)
         super().__init__(problem, operands, masks)
 
+    lays_results = True
     cut_class = Cut
     problem_reason = staticmethod(unsupported_reason)
 
