@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import cuattn
-from cuattn import masks
+from cuattn import dispatch, masks
 from cuattn.cuda.sm90 import forward
 from cuattn.errors import UnsupportedError
 from cuattn.masks import ColumnMask
+from cuattn.problem import FORWARD, Options
 from tests.cuda.cases import (
     BF16,
     CASES,
@@ -293,3 +294,25 @@ def test_plan_says_why_not():
     q = cupy.zeros((1, 8, 2048, 64), np.float32)
     assert any("not the sm90 kernel" in note for note in cuattn.plan(q, q, q).notes)
     assert cuattn.plan(*[q.astype(BF16)] * 3).kernel == "sm90"
+
+
+@pytest.mark.parametrize("rows", [700, 2100, 3])  # whole, in parts, and few enough for a tile of several heads
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_results_that_are_parts_of_larger_arrays(rows, dtype):
+    """They are written where they belong, by a first call and by a warm one, and nothing beside them is."""
+    import cupy
+
+    rng = np.random.default_rng(rows)
+    q, k, v = (to_device(rng.standard_normal((2, 4, n, 64)).astype(dtype)) for n in (rows, 900, 900))
+    right = cuattn.forward(q, k, v, is_causal="bottom_right")
+    for _ in range(3):
+        whole = {"o": cupy.full((2, 4, rows + 48, 64), 7, dtype)}
+        whole |= {name: cupy.full((2, 4, rows + 48), 7, np.float32) for name in "lm"}
+        call = dispatch.Call(FORWARD, {"q": q, "k": k, "v": v}, Options(is_causal="bottom_right"))
+        call.into = {name: x[:, :, 16 : 16 + rows] for name, x in whole.items()}
+        results, _ = dispatch.compute(call)
+        for name, found in zip("olm", results, strict=True):
+            assert found is call.into[name]
+            same_bits(found, getattr(right, name))
+            x = whole[name]
+            assert (x[:, :, :16] == 7).all() and (x[:, :, 16 + rows :] == 7).all()
