@@ -194,10 +194,10 @@ struct Companion {
         const u32 key = 32 * i + same_lane();
         if (key < cfg::block_n) ptx::store_shared_v2(shared.parts(k) + part_bytes * key, parts.pair, parts.third);
     }
-    // The tile's parts are there; of its keys the bias hides `some`.
-    __device__ __forceinline__ void pass_on(u32 some) {
+    // The tile's parts are there, if it has some.
+    __device__ __forceinline__ void pass_on(i32 told) {
         ptx::async_proxy_fence();
-        if constexpr (cfg::split_bias) shared.hidden_keys(k.place()).some = some != 0 ? KeyTile::hides_bit : 0;
+        if constexpr (cfg::split_bias) shared.hidden_keys(k.place()).told = told;
         ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
         k.advance();
     }
@@ -240,7 +240,7 @@ struct Companion {
         u32 some = 0;
 #pragma unroll 1  // registers are few
         for (int i = 0; i < own; ++i) store_any(i, addend(first_key, first_key + static_cast<i32>(same_lane()) + 32 * i, of), some);
-        pass_on(some);
+        pass_on(HiddenKeys::adds_bit | (some != 0 ? KeyTile::hides_bit : 0));
     }
 
     // The short way; false if something is not finite.
@@ -249,15 +249,17 @@ struct Companion {
         const i32 key = first_key + static_cast<i32>(lane);
         const auto* from = row + key;
         unroll<own>([&](int i) { x[i] = cfg::split_score ? addend(first_key, key + 32 * i, of) : to_acc(from[32 * i]); });
+        u32 bits = cfg::split_score;
         bool finite = true;
         unroll<own>([&](int i) {
-            if constexpr (!cfg::split_score) x[i] = product_of(x[i], inverse);
+            if constexpr (!cfg::split_score) bits |= __float_as_uint(x[i]), x[i] = product_of(x[i], inverse);
             finite &= fabsf(x[i]) < outsized;
         });
         if (!__all_sync(~0u, finite)) return false;
+        const bool adds = __any_sync(~0u, bits << 1);
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
-        unroll<own>([&](int i) { store(i, BiasParts::of_finite(x[i])); });
-        pass_on(0);
+        if (adds) unroll<own>([&](int i) { store(i, BiasParts::of_finite(x[i])); });
+        pass_on(adds ? HiddenKeys::adds_bit : 0);
         return true;
     }
 
@@ -299,7 +301,7 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
             const i32 row = 32 * word + lane, key = mail.n * cfg::block_n + row;
             const bool there = row < cfg::block_n && key < p.n_keys;
             u32 unseen = __ballot_sync(~0u, there && !(band_sees(p, key) && key_alive(p, mail.instance, key) && (!asks_bias || bias_shows(p, bias, key))));
-            if (cfg::split_bias && shared.hidden_keys(mail.place).some) unseen |= shared.hidden_keys(mail.place).keys[word];
+            if (cfg::split_bias && shared.hiding(mail.place)) unseen |= shared.hidden_keys(mail.place).keys[word];
             clear_rows<cfg::block_n, slabs_v * (1 + cfg::tv)>(shared.memory + v_at + stage * v_bytes, 32 * word, unseen, lane);
         }
         ptx::async_proxy_fence();
