@@ -208,8 +208,11 @@ struct Companion {
         __syncwarp();
     }
 
+    // At most two are under way: what a block begins with, its queries above all, is not to wait for tiles that are wanted later.
     __device__ __forceinline__ void load(i32 first_key, const BiasPlace& of) {
         const u32 full = shared.barrier(k_full + k.stage);
+        const Slot<cfg::stages> two_before = k.before().before();
+        ptx::mbarrier_wait(shared.barrier(k_full + two_before.stage), two_before.phase);
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         if (lane == 0) {
             ptx::mbarrier_arrive_expect(full, bias_bytes);
