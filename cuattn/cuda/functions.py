@@ -45,6 +45,8 @@ class Functions:
         Its fields of the functions: lengths and strides.
     slots : dict of str to str
         Its fields that take addresses, and the operands whose they are.
+    told : tuple, list of Change
+        The numbers that were asked for last, and what they change.
     """
 
     def __init__(self, problem: Problem, operands: Mapping[str, Any], arithmetic: np.dtype | None = None) -> None:
@@ -77,7 +79,7 @@ class Functions:
         made = source(functions, score.facts, dtype, short=problem.dtype.itemsize == 2)
         arrays = tuple(operands[name] for name in score.names)
         self.text, self._nodes = made.text, made.numbers
-        self._last: tuple[tuple[Any, ...], list[Change]] = (), []  # numbers, and what they change
+        self.told: tuple[tuple[Any, ...], list[Change]] = (), []
         self._numbers = struct.Struct("=" + "".join(map(_FORMATS.get, score.facts.numbers)))
         self.dtype = derived(PARAMS, made.arguments, _PREFIX)
         blank = made.pack(Bound(score.root, arrays, (1,) * len(score.facts.numbers)), (0,) * len(arrays))
@@ -87,10 +89,8 @@ class Functions:
 
     def changes(self, numbers: tuple[Any, ...]) -> list[Change]:
         """Return what gives an argument the numbers of a call, by slot of the graph's parameters."""
-        last, found = self._last
-        if numbers is not last:
-            found = self._changes(self._numbers.pack(*numbers)) if self._nodes else []
-            self._last = numbers, found
+        found = self._changes(self._numbers.pack(*numbers)) if self._nodes else []
+        self.told = numbers, found
         return found
 
     @functools.cached_property

@@ -192,7 +192,9 @@ class LaunchSequence:
 
     def _with_numbers(self, changes: Sequence[Change], numbers: tuple[Any, ...]) -> Sequence[Change]:
         """Return changes with those that numbers make; these alone are the same object for the same numbers."""
-        more = self._functions.changes(numbers)
+        last, more = self._functions.told
+        if numbers is not last:
+            more = self._functions.changes(numbers)
         return [*changes, *more] if changes else more
 
     def _pieces(self, known: tuple[int, ...], pieces: list[tuple[Kernel, Piece]] | None) -> list[tuple[Kernel, Piece]]:

@@ -320,6 +320,7 @@ class Snapshot:
     Attributes
     ----------
     function : weak reference
+        Of the only function that has its id: what is known by that is forgotten when the function ends.
     code : code
     defaults : tuple or None
     cells : list of (cell, value)
@@ -345,21 +346,21 @@ class Snapshot:
         return cls(weakref.ref(function, forget), code, function.__defaults__, cells, scope, names)
 
     def holds(self, function: types.FunctionType) -> bool:
-        """Return whether a function is the one, and captures the same objects."""
-        if self.function() is not function or function.__code__ is not self.code or function.__kwdefaults__:
+        """Return whether the function, which was found by its id, captures the same objects as then."""
+        if function.__code__ is not self.code or function.__defaults__ is not self.defaults or function.__kwdefaults__:
             return False
-        if function.__defaults__ is not self.defaults:
-            return False
-        try:
-            for cell, value in self.cells:
-                if cell.cell_contents is not value:
-                    return False
-        except ValueError:  # the variable was deleted
-            return False
-        scope = self.scope
-        for name, value in self.names:  # noqa: SIM110 - a generator would take twice as long
-            if scope.get(name) is not value:
+        if self.cells:
+            try:
+                for cell, value in self.cells:
+                    if cell.cell_contents is not value:
+                        return False
+            except ValueError:  # the variable was deleted
                 return False
+        if self.names:
+            get = self.scope.get
+            for name, value in self.names:
+                if get(name) is not value:
+                    return False
         return True
 
 

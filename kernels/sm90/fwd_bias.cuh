@@ -77,9 +77,9 @@ struct Bias<kBiasTiles> {
 
     __device__ __forceinline__ void load(int step, int steps, const Params&, const Shared& shared, u32 stage, const Work&, i32, i32) {
         const u32 thread = ptx::opaque(static_cast<i32>(threadIdx.x - 128)), lane = thread % 32, row = 16 * (thread / 32) + lane % 16;
-        const u32 tile = shared.bias(stage) + row * row_bytes;
+        const u32 own = shared.bias(stage) + row * row_bytes + 16 * (lane / 16 ^ row % 8);  // the swizzle is an exclusive or of the row's bits
         unroll_part<cfg::block_n / 16>(step, steps, [&](int block) {
-            ptx::ldmatrix_x4(pairs[block], tile + block / 4 * cfg::block_m * row_bytes + 16 * ((2 * (block % 4) + lane / 16) ^ (row % 8)));
+            ptx::ldmatrix_x4(pairs[block], (own ^ 32 * (block % 4)) + block / 4 * cfg::block_m * row_bytes);
         });
     }
     __device__ __forceinline__ void unpack(int step, int steps) {

@@ -120,8 +120,14 @@ struct Consumer : Either<told_bias, Agreed, NotAgreed>::type {
     template <class Beside>
     __device__ __forceinline__ void issue_scores(const Beside& beside) {
         compute_s(s, shared.q(q.stage) + 64 * warpgroup * row_bytes, shared.k(k.stage), beside);
-        if constexpr (splits) add_parts(s, shared.halves(), shared.parts(k));
+        if constexpr (cfg::split_score) add_parts(s, shared.halves(), shared.parts(k));
         ptx::wgmma_commit();
+        if constexpr (cfg::split_bias) {
+            if (!uniform(shared.adds(k))) return;
+            ptx::wgmma_fence();  // for the assembler, which else waits for products where ways meet
+            add_parts(s, shared.halves(), shared.parts(k));
+            ptx::wgmma_commit();
+        }
     }
 
     // Line 15; the sum is divided by l at the row's end.

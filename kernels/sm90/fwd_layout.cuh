@@ -133,11 +133,12 @@ struct BiasPlace {
     i32 query_head, batch, row;
 };
 
-// Which keys of a tile a bias hides that is made of parts.
+// What a bias that is made of parts does in a tile: to most of padding's nothing.
 constexpr int key_words = (cfg::block_n + 31) / 32;
 struct HiddenKeys {
-    i32 some;  // KeyTile::hides_bit, if there is one
-    u32 keys[key_words];  // else anything
+    i32 told;             // adds_bit, unless the bias of all keys is 0, and their parts are not stored; KeyTile::hides_bit, if it hides one
+    u32 keys[key_words];  // which; else anything
+    static constexpr i32 adds_bit = 1;
 };
 
 struct Mail {  // to the cleaner: which buffer of v (and of HiddenKeys), which keys; negative place: no more work
@@ -184,7 +185,9 @@ struct Shared : SharedMemory {
     __device__ __forceinline__ u32 parts(const Slot<cfg::stages>& k) const { return key_bias(k.place()); }
     __device__ __forceinline__ u32 halves() const { return address + halves_at; }
     __device__ __forceinline__ HiddenKeys& hidden_keys(u32 place) const { return at<HiddenKeys>(hiding_at, place); }
-    __device__ __forceinline__ i32 hiding(const Slot<cfg::stages>& k) const { return hidden_keys(k.place()).some; }
+    __device__ __forceinline__ i32 hiding(u32 place) const { return hidden_keys(place).told & KeyTile::hides_bit; }
+    __device__ __forceinline__ i32 hiding(const Slot<cfg::stages>& k) const { return hiding(k.place()); }
+    __device__ __forceinline__ bool adds(const Slot<cfg::stages>& k) const { return hidden_keys(k.place()).told & HiddenKeys::adds_bit; }
     __device__ __forceinline__ int4* cols(u32 stage) const { return &at<int4>(cols_at + stage * cols_bytes); }
     __device__ __forceinline__ u64* bits(u32 stage, u32 warpgroup) const { return &at<u64>(bits_at + stage * bits_bytes + warpgroup * bits_part); }
     __device__ __forceinline__ Mail& mail() const { return at<Mail>(mail_at); }

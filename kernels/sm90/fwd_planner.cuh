@@ -101,6 +101,9 @@ __device__ __forceinline__ KeyTile classify(const Params& p, const Work& work, i
 constexpr bool lengths_vary = (cfg::band_right && !cfg::band_left) || column_masks > 0;
 constexpr int tiles_left = 2;
 
+// Beside tiles of a bias, which are large, queries go before the first list where their buffer is free.
+constexpr bool queries_first = cfg::bias_tiles;
+
 template <class Beside = Alone>
 struct Planner {
     static constexpr int first_parts = Beside::first_parts;
@@ -208,7 +211,7 @@ struct Planner {
         return true;
     }
 
-    // Key tiles in descending order, 32 candidates at a time.  The queries follow the first list.
+    // Key tiles in descending order, 32 candidates at a time.  The queries follow the first list, unless they go before it.
     __device__ __forceinline__ void plan(Work work, const OrderedTile& item, Part part) {
         i64 blocks = 0;
         if constexpr (block_mask) blocks = slice_of(p.mask, work.batch, work.head);
@@ -236,6 +239,7 @@ struct Planner {
         if constexpr (cfg::diagonal && !cfg::split) work.instance = max(top, 0);
         KeyTile held = KeyTile::none();
         bool first = true, some = false;
+        if (queries_first && uniform(ptx::mbarrier_passed(shared.barrier(q_empty + q.stage), q.phase ^ 1))) load_queries(work, part), first = false;
         for (i32 group = top; group >= lowest; group -= 32) {
             const i32 n = group - static_cast<i32>(lane);
             const bool noticed = n >= lowest && (!told_bias || shows(slice_of(p.bias, work.batch, work.head), n, least));

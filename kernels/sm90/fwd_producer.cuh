@@ -182,10 +182,11 @@ struct Companion {
     Slot<cfg::stages> k;
     Slot<1> list;
     const cfg::bias_elem* row;  // the bias of a head's keys
+    i32 last_whole;             // the first key of the last tile of which all biases are there and lie one after the other
     static constexpr int own = (cfg::block_n + 31) / 32;  // keys of a lane
 
     // The lane once more, where there is no register to keep it in.
-    __device__ __forceinline__ i32 same_lane() const { return ptx::opaque(static_cast<i32>(threadIdx.x)) % 32; }
+    __device__ __forceinline__ u32 same_lane() const { return static_cast<u32>(ptx::opaque(static_cast<i32>(threadIdx.x))) % 32; }
 
     // Stores what is added to the lane's i-th key.  Nobody asks for what lay there any more, two rounds later: consumers have done with the first
     // round's scores, and so with the values before them.
@@ -193,9 +194,12 @@ struct Companion {
         const u32 key = 32 * i + same_lane();
         if (key < cfg::block_n) ptx::store_shared_v2(shared.parts(k) + part_bytes * key, parts.pair, parts.third);
     }
-    __device__ __forceinline__ void tell_hidden(u32 some) const {
+    // The tile's parts are there, if it has some.
+    __device__ __forceinline__ void pass_on(i32 told) {
         ptx::async_proxy_fence();
-        if constexpr (cfg::split_bias) shared.hidden_keys(k.place()).some = some != 0 ? KeyTile::hides_bit : 0;
+        if constexpr (cfg::split_bias) shared.hidden_keys(k.place()).told = told;
+        ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
+        k.advance();
     }
 
     // What stays 0 beside the parts.
@@ -204,8 +208,11 @@ struct Companion {
         __syncwarp();
     }
 
+    // At most two are under way: what a block begins with, its queries above all, is not to wait for tiles that are wanted later.
     __device__ __forceinline__ void load(i32 first_key, const BiasPlace& of) {
         const u32 full = shared.barrier(k_full + k.stage);
+        const Slot<cfg::stages> two_before = k.before().before();
+        ptx::mbarrier_wait(shared.barrier(k_full + two_before.stage), two_before.phase);
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         if (lane == 0) {
             ptx::mbarrier_arrive_expect(full, bias_bytes);
@@ -231,33 +238,37 @@ struct Companion {
 
     // Consumers on this scheduler wait for each of these instructions, so what is whole, contiguous and finite goes a short way.
     __device__ __forceinline__ void split(i32 first_key, const BiasPlace& of, float inverse) {
-        float x[own];
-        const i32 key = first_key + static_cast<i32>(lane);
-        bool finite = cfg::split_score || (p.bias.col == 1 && first_key + 32 * own <= p.n_keys);
-        if constexpr (cfg::split_score) {
-            unroll<own>([&](int i) { x[i] = addend(first_key, key + 32 * i, of); });
-            unroll<own>([&](int i) { finite &= fabsf(x[i]) < outsized; });
-        } else if (finite) {
-            const auto* from = row + key;
-            unroll<own>([&](int i) { x[i] = to_acc(from[32 * i]); });
-            unroll<own>([&](int i) { x[i] = product_of(x[i], inverse), finite &= fabsf(x[i]) < outsized; });
-        }
-        finite = __all_sync(~0u, finite);
+        if ((cfg::split_score || first_key <= last_whole) && split_finite(first_key, of, inverse)) return;
         ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
         u32 some = 0;
-        if (finite) {
-            unroll<own>([&](int i) { store(i, BiasParts::of_finite(x[i])); });
-        } else {
 #pragma unroll 1  // registers are few
-            for (int i = 0; i < own; ++i) store_any(i, addend(first_key, first_key + same_lane() + 32 * i, of), some);
-        }
-        tell_hidden(some);
-        ptx::mbarrier_arrive(shared.barrier(k_full + k.stage));
-        k.advance();
+        for (int i = 0; i < own; ++i) store_any(i, addend(first_key, first_key + static_cast<i32>(same_lane()) + 32 * i, of), some);
+        pass_on(HiddenKeys::adds_bit | (some != 0 ? KeyTile::hides_bit : 0));
+    }
+
+    // The short way; false if something is not finite.
+    __device__ __forceinline__ bool split_finite(i32 first_key, const BiasPlace& of, float inverse) {
+        float x[own];
+        const i32 key = first_key + static_cast<i32>(lane);
+        const auto* from = row + key;
+        unroll<own>([&](int i) { x[i] = cfg::split_score ? addend(first_key, key + 32 * i, of) : to_acc(from[32 * i]); });
+        u32 bits = cfg::split_score;
+        bool finite = true;
+        unroll<own>([&](int i) {
+            if constexpr (!cfg::split_score) bits |= __float_as_uint(x[i]), x[i] = product_of(x[i], inverse);
+            finite &= fabsf(x[i]) < outsized;
+        });
+        if (!__all_sync(~0u, finite)) return false;
+        const bool adds = __any_sync(~0u, bits << 1);
+        ptx::mbarrier_wait(shared.barrier(k_empty + k.stage), k.phase ^ 1);
+        if (adds) unroll<own>([&](int i) { store(i, BiasParts::of_finite(x[i])); });
+        pass_on(adds ? HiddenKeys::adds_bit : 0);
+        return true;
     }
 
     __device__ __forceinline__ void run() {
         const float inverse = product_unit(p);
+        last_whole = p.bias.col == 1 ? p.n_keys - 32 * own : -1;
         if constexpr (splits) clear_parts();
         for (;;) {
             ptx::mbarrier_wait(shared.barrier(list_full), list.phase);
@@ -293,7 +304,7 @@ __device__ __forceinline__ void clean(const Params& p, const Shared& shared) {
             const i32 row = 32 * word + lane, key = mail.n * cfg::block_n + row;
             const bool there = row < cfg::block_n && key < p.n_keys;
             u32 unseen = __ballot_sync(~0u, there && !(band_sees(p, key) && key_alive(p, mail.instance, key) && (!asks_bias || bias_shows(p, bias, key))));
-            if (cfg::split_bias && shared.hidden_keys(mail.place).some) unseen |= shared.hidden_keys(mail.place).keys[word];
+            if (cfg::split_bias && shared.hiding(mail.place)) unseen |= shared.hidden_keys(mail.place).keys[word];
             clear_rows<cfg::block_n, slabs_v * (1 + cfg::tv)>(shared.memory + v_at + stage * v_bytes, 32 * word, unseen, lane);
         }
         ptx::async_proxy_fence();
