@@ -9,7 +9,7 @@ import numpy as np
 
 from cuattn.reference.derivatives import differentiate
 from cuattn.reference.textbook import sum_to
-from tests.tolerances import assert_close, eps
+from tests.tolerances import assert_close, eps, roundings
 
 JVP = ("o", "l", "m", "to", "tlse")
 GRADIENTS = ("dq", "dk", "dv", "dbias")
@@ -21,6 +21,8 @@ class Known:
 
     No algorithm in the sums' precision knows any number on the way to better than to a few roundings of it, nor scores
     to better than as if q and k were moved by some; and weights that are multiplied in 16 bits to a rounding of these.
+    o and its tangent are known to the roundings of both sums over the keys, l and their own, as those of
+    :func:`tests.oracle.floors`; through o so are the gradients.
     Capped scores of 16-bit inputs may be cap - 2 cap / (1 + e^2x), as :func:`tests.oracle.floors` has them, too.
 
     Parameters
@@ -47,7 +49,8 @@ class Known:
                 return x * (1 + unit * rng.choice((-1, 1), np.shape(x)))
             return x * (1 + unit * (1 - 2 * (next(numbers) >> sample // 2 & 1)))  # no two arrays alike in all samples
 
-        units = 8 * self.sums, max(8 * self.sums, eps(self.dtype))  # weights of 16 bits are rounded for their products
+        of_o = max(8, 2 * roundings(arrays["k"].shape[-2])) * self.sums  # a sum over the keys, divided by another
+        units = 8 * self.sums, max(8 * self.sums, eps(self.dtype)), of_o  # weights of 16 bits are rounded for products
         for sample in range(samples):  # every second time an array's numbers move alike, as equal numbers do
             numbers = itertools.count()
             noise = [functools.partial(moved, unit=unit, sample=sample) for unit in units]

@@ -21,7 +21,7 @@ from cuattn.reference.textbook import Solution, sum_heads, sum_to
 from cuattn.tracing import SCORE, Program, derivative, evaluate, facts, trace, weights
 from cuattn.tracing.graph import order
 from cuattn.tracing.proxy import kind_of
-from tests.tolerances import eps
+from tests.tolerances import eps, roundings
 
 __all__ = ["Floor", "Score", "backward", "dropped", "floors", "forward", "solve", "visible_band", "visible_outside"]
 
@@ -149,7 +149,7 @@ class _Bound:
         self.grain_ds = self.grain * given["keep_scale"]
         self.factors = factors = ((1 + 2.0**-11) ** 2 - 1) / unit if precision == "tf32" else 0.0
         terms = (q.shape[-1], v.shape[-1], *exact.p.shape[-2:])
-        width, self.width_v, self.rows, self.keys = (min(n, 2 * n**0.5) for n in terms)
+        width, self.width_v, self.rows, self.keys = map(roundings, terms)
         self.rows *= max(math.prod(lead), 1) ** 0.5  # of all heads that may share a key
         self.q = xp.abs(q.astype(np.float64))
         self.k, self.v = (textbook.repeat_heads(xp.abs(x.astype(np.float64)), q) for x in (k, v))

@@ -99,6 +99,27 @@ def test_tangents_that_cancel_keep_the_rule(xp, dtype, kind):
     known.check_pair(*pair)
 
 
+@pytest.mark.parametrize("n", [256, 453, 1000])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), FLOAT64])
+def test_equal_numbers_are_known_to_the_roundings_of_two_sums(n, dtype):
+    """The floor is of that size, sums of equal terms in a row are within it, and what is wrong is not."""
+    q, k, v, do = (np.full((1, rows, 16), x, dtype) for rows, x in ((5, 0.3), (n, 0.7), (n, -1.1), (5, 0.9)))
+    known = Known({"q": q, "k": k, "v": v, "do": do}, {}, samples=6)
+    size, two = known.moved["o"] / (known.sums * 1.1), 4 * n**0.5
+    assert two <= size <= two + 48  # and a few roundings of each number on the way
+    for weight in np.random.default_rng(0).uniform(0.5, 2, 20).astype(dtype):
+        o = np.cumsum(np.full(n, weight * v[0, 0, 0]))[-1] / dtype.type(n * weight)
+        known.check(["o"], [np.full(do.shape, o, dtype)])
+    jvp = cuattn.jvp(q, k, v, tq=q)
+    known.check(("o", *GRADIENTS), [jvp.o, *cuattn.backward_jvp(do, q, k, v, jvp, tq=q)[0]])
+    for wrong in (1 + 3 * size * known.sums, 1 - 1 / n):  # as if a key were missing
+        o = jvp.o * dtype.type(wrong)
+        gradients, _ = cuattn.backward_jvp(do, q, k, v, jvp._replace(o=o), tq=q)
+        for name, x in (("o", o), ("dq", gradients.dq), ("dk", gradients.dk)):
+            with pytest.raises(AssertionError, match=f"{name}: error"):
+                known.check([name], [x])
+
+
 @settings(max_examples=10)
 @given(case=cases(plain=True, mask_kinds=("none",)), cut=st.floats(0, 1), seed=st.none() | st.integers(0, 9))
 def test_merged_jvps_of_shards_are_the_whole(xp, case, cut, seed):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Verdict", "assert_close", "assert_same", "bound", "eps", "judge", "max_error"]
+__all__ = ["Verdict", "assert_close", "assert_same", "bound", "eps", "judge", "max_error", "roundings"]
 
 FACTOR = 2.0  # the textbook's own error may be exceeded by this factor
 
@@ -29,6 +29,15 @@ def eps(dtype, smallest=False) -> float:
     """Spacing of `dtype` at 1, or its smallest positive number."""
     found = ml_dtypes.finfo(np.dtype(dtype))
     return float(found.smallest_subnormal if smallest else found.eps)
+
+
+def roundings(terms: int) -> float:
+    """Return how many roundings of a sum's precision a sum is known to: 2 sqrt(n), as if they were random, n at most.
+
+    Equal terms that are added up one by one round one way as long as the sum keeps its exponent: BLAS's sums of n equal
+    numbers are up to n / 8 off, which the textbook's are not where its weights happen to be short.
+    """
+    return min(terms, 2 * terms**0.5)
 
 
 def max_error(actual, exact) -> float:

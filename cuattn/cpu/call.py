@@ -1,9 +1,9 @@
 """Running an operation, and its plan: the choice between whole heads and tiles, the results, the threads."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -11,7 +11,7 @@ from numpy import ndarray
 from cuattn.cpu import threads
 from cuattn.cpu.arithmetic import BASE_2, SUM
 from cuattn.cpu.backward import BackwardWalk
-from cuattn.cpu.direct import Direct, WholeHeads, is_small, nanoseconds
+from cuattn.cpu.direct import Direct, WholeHeads, is_small, layout, nanoseconds
 from cuattn.cpu.dropout import Dropout
 from cuattn.cpu.forward import ForwardWalk
 from cuattn.cpu.pairs import Pairs, with_bias
@@ -22,9 +22,10 @@ from cuattn.cpu.walk import Tiles
 from cuattn.masks.constructors import kept_band
 from cuattn.masks.intervals import join
 from cuattn.plans import Plan
-from cuattn.problem import OF_ROWS, OPERATIONS, Place, Problem, ScoreFunction
+from cuattn.problem import OF_ROWS, OPERATIONS, Array, Place, Problem, ScoreFunction
 from cuattn.rng import RNGState
 
+_KEPT = range(1 << 16, 1 << 24)  # bytes of results: fewer malloc keeps anyway, more it does not learn to keep
 _TABLE_BYTES = 26  # of each key, for what is seen of a mask of intervals; its own tables are kept with it
 
 
@@ -70,18 +71,19 @@ def run(
     ----------
     T. Dao et al., "FlashAttention", NeurIPS 2022, algorithms 2 and 4 with the loops exchanged, 1 and 3 if small.
     """
+    scored = problem.score is not None
     problem, operands, pairs = with_bias(problem, operands, place)
-    wanted, whole = _wanted(problem, operands, pairs), {}
+    (wanted, nbytes, shares, sums), whole = _made(problem, operands, pairs), {}
     if pairs is not None and "dbias" in wanted:
         whole = {f"dscore{pairs.slot}": np.zeros(pairs.shape, wanted["dbias"][1])}
         out = {**out, "dbias": pairs.view(*whole.values())}
+    _have_kept(problem, nbytes)
     results = {name: out[name] if name in out else np.empty(*of) for name, of in wanted.items()}
     if not problem.n_keys or 0 in problem.stat_shape:
         for name, result in results.items():
             result.fill(-np.inf if name == "m" else 0)
         return results | whole
     totals = dict(results)
-    shares, sums = _sums(problem, operands, wanted)
     for name, dtype in sums.items():
         if results[name].dtype != dtype:
             totals[name] = np.zeros(results[name].shape, dtype)
@@ -89,7 +91,8 @@ def run(
             results[name].fill(0)
     dropout = Dropout(problem, place, state) if problem.dropout else None
     score = None if problem.score is None else Scores(problem, operands, place, numbers)
-    operands = {name: x for name, x in operands.items() if not ScoreFunction.has(name)}
+    if scored:
+        operands = {name: x for name, x in operands.items() if not ScoreFunction.has(name)}
     if "ddo" in results:
         results["ddo"][...] = operands["to"]
     task = _task(problem, operands, visible_parts(problem, masks, place), dropout, totals, shares, score)
@@ -121,13 +124,12 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     if not problem.n_keys or 0 in problem.stat_shape:
         return Plan("cpu", problem.operation, 1, 1, 1, 0, 0, "there is nothing to compute")
     problem, operands, pairs = with_bias(problem, operands, problem.place)
-    masks, wanted = visible_parts(problem, masks, problem.place), _wanted(problem, operands, pairs)
-    shares, sums = _sums(problem, operands, wanted)
-    task = _task(problem, operands, masks, None, {}, shares)
+    masks, made = visible_parts(problem, masks, problem.place), _made(problem, operands, pairs)
+    task = _task(problem, operands, masks, None, {}, made.shares)
     workers = _threads(task)
     memory = workers * _worker(task).buffers.nbytes
-    for name, dtype in sums.items():
-        shape, own = wanted[name]
+    for name, dtype in made.sums.items():
+        shape, own = made.wanted[name]
         memory += math.prod(shape) * dtype.itemsize * (dtype != own)
     size, notes = (problem.n_queries, problem.n_keys), ["whole score matrices of several heads at a time"]
     if isinstance(task, Tiles):
@@ -143,6 +145,15 @@ def plan(problem: Problem, operands: Arrays, masks: Sequence[Any]) -> Plan:
     )
 
 
+def _have_kept(problem: Problem, nbytes: int) -> None:
+    """See to it that malloc keeps what a small problem takes, its results among it, from one call to the next.
+
+    As much as it once got back in one piece it keeps; else the pages of each call would be new.
+    """
+    if nbytes in _KEPT and 0 not in (problem.n_keys, *problem.stat_shape) and is_small(problem):
+        np.empty(nbytes + sum(layout(problem)[1].values()) * problem.stat_dtype.itemsize, np.uint8)
+
+
 def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple[Any, ...]:
     """Return the masks of a problem with its band as one of them."""
     masks, band = [mask.bind(problem.n_queries, problem.n_keys) for mask in masks], problem.band
@@ -152,42 +163,52 @@ def visible_parts(problem: Problem, masks: Sequence[Any], place: Place) -> tuple
     return join(masks)
 
 
-def _wanted(problem: Problem, operands: Arrays, pairs: Pairs | None) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Return the shapes and dtypes of the results, by name."""
-    if not OPERATIONS[problem.operation].replays:
-        return _of_forward(problem)
-    made = OPERATIONS[problem.operation].made(problem, operands)
-    if pairs is not None and not pairs.learned:
-        made.pop("dbias", None)
-    return _aligned(problem, made)
+class _Layout(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class _Made(NamedTuple):
+    """What a call makes."""
+
+    wanted: dict[str, Array]  # shapes and dtypes of the results, by name
+    nbytes: int  # of the results
+    shares: bool  # whether a backward's items of any heads share sums
+    sums: dict[str, np.dtype]  # dtypes of the sums that several items add to
+
+
+def _made(problem: Problem, operands: Arrays, pairs: Pairs | None) -> _Made:
+    """Return what a call makes."""
+    layouts: list[tuple[str, tuple[int, ...], np.dtype]] = []
+    if OPERATIONS[problem.operation].replays:
+        layouts = [(name, x.shape, x.dtype) for name, x in operands.items() if name not in OF_ROWS]
+    made = _made_by_tiles(problem, tuple(layouts), pairs is None or pairs.learned)
+    return made._replace(sums={}) if made.sums and not made.shares and is_small(problem) else made
 
 
 @lru_cache(maxsize=256)
-def _of_forward(problem: Problem) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    return _aligned(problem, OPERATIONS[problem.operation].made(problem, {}))
-
-
-def _aligned(problem: Problem, made: dict[str, Any]) -> dict[str, Any]:
+def _made_by_tiles(
+    problem: Problem, layouts: tuple[tuple[str, tuple[int, ...], np.dtype], ...], with_dbias: bool
+) -> _Made:
+    """Return what a call by tiles makes, given the operands of a backward."""
+    operands = {name: _Layout(shape, dtype) for name, shape, dtype in layouts}
+    made = OPERATIONS[problem.operation].made(problem, operands)
+    if not with_dbias:
+        made.pop("dbias", None)
     aligned = dict.fromkeys(("o", "to", "ddo"), problem.o_shape) | dict.fromkeys(OF_ROWS, problem.stat_shape)
-    return {name: (aligned.get(name, shape), dtype) for name, (shape, dtype) in made.items()}
-
-
-def _sums(problem: Problem, operands: Arrays, wanted: Collection[str]) -> tuple[bool, dict[str, np.dtype]]:
-    """Return whether a backward's items of any heads share sums, and the dtypes of sums that several items add to."""
-    if not OPERATIONS[problem.operation].replays:
-        return False, {}
+    wanted = {name: (aligned.get(name, shape), dtype) for name, (shape, dtype) in made.items()}
     heads = {"q": problem.heads, "k": problem.kv_heads, "v": problem.kv_heads, "bias": problem.heads}
     shapes = {name: operands[name].shape for name in heads if name in operands}
-    shares = bool(problem.learned) or any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
-    if is_small(problem) and not shares:
-        return False, {}
+    broadcast = any(shape[:-2] != (*problem.batch, heads[name]) for name, shape in shapes.items())
+    shares = broadcast or bool(layouts and problem.learned)
     names = [name for name in shapes if shares or name != "q"]
     dtypes = dict.fromkeys(names, problem.stat_dtype)
     if "bias" in names and 1 in shapes["bias"][-2:]:
         dtypes["bias"] = SUM
     dtypes |= {f"score{slot}": SUM for slot in problem.learned}
     sums = {f"{kind}{name}": dtype for kind in ("d", "td") for name, dtype in dtypes.items()}
-    return shares, {name: dtype for name, dtype in sums.items() if name in wanted}
+    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in wanted.values())
+    return _Made(wanted, nbytes, shares, {name: dtype for name, dtype in sums.items() if name in wanted})
 
 
 def _task(problem: Problem, *arguments: Any) -> Tiles | WholeHeads:

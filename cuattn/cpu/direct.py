@@ -37,7 +37,7 @@ from cuattn.cpu.blocks import SMALL_PRODUCT, place_of
 from cuattn.cpu.buffers import Buffers
 from cuattn.cpu.score import Scores, Stretch, Term, Values
 from cuattn.cpu.softcap import Softcap
-from cuattn.cpu.task import Task
+from cuattn.cpu.task import Arrays, Task
 from cuattn.io_model.sizes import cdiv
 from cuattn.problem import OPERATIONS, Problem
 
@@ -83,8 +83,15 @@ def layout(problem: Problem) -> tuple[list[Index], dict[str, int]]:
     if problem.operation not in ("forward", "backward"):
         names += ["t", "u", *["tds"] * replays, *["slope"] * (problem.softcap is not None)]
     sizes = dict.fromkeys(names, heads * rows * keys)
-    widths = {"q": problem.head_dim, "columns": max(problem.head_dim, problem.head_dim_v)}
-    return batches, sizes | {name: heads * rows * width for name, width in widths.items()}
+    widths = {"q": problem.head_dim} | ({"do": problem.head_dim_v} if replays else {})
+    widths = [width for name, width in widths.items() if _is_copied(problem, width) or (name == "q" and keys > width)]
+    return batches, sizes | ({"columns": heads * rows * max(widths)} if widths else {})
+
+
+def _is_copied(problem: Problem, width: int) -> bool:
+    """Whether products with rows of a width are made of their copy as columns."""
+    rows = problem.group * problem.n_queries
+    return rows >= _COPIED and problem.n_keys * rows * width <= SMALL_PRODUCT
 
 
 def _batches(shape: tuple[int, ...], most: int) -> list[Index]:
@@ -104,16 +111,20 @@ class WholeHeads(Task):
         super().__init__(*arguments)
         self.batches, self.buffer_sizes = layout(self.problem)
         self.sizes = [len(self.batches)]
-        biases = {name: self._grouped(x) for name, x in self.operands.items() if name.endswith("bias")}
-        self.operands = {**self.operands, **{name: np.moveaxis(x, -1, -3) for name, x in biases.items()}}  # as scores
-        gradients = {name: self._grouped(x) for name, x in self.results.items() if name.endswith("bias")}
-        self.results = {**self.results, **gradients}
+        if self.problem.bias is not None:
+            biases = {name: np.moveaxis(x, -1, -3) for name, x in self._grouped(self.operands).items()}  # as scores
+            self.operands = {**self.operands, **biases}
+            self.results = {**self.results, **self._grouped(self.results)}
 
-    def _grouped(self, x: ndarray) -> ndarray:
-        """Return an array of axes (*batch, heads, ...) with axes (*batch, kv_heads, group, ...)."""
-        *batch, heads, rows, keys = x.shape
-        group = min(heads, self.problem.group)
-        return x.reshape(*batch, heads // group, group, rows, keys)
+    def _grouped(self, arrays: Arrays) -> dict[str, ndarray]:
+        """Return what there is of biases, (*batch, heads, ...), with axes (*batch, kv_heads, group, ...)."""
+        found = {}
+        for name, x in arrays.items():
+            if name.endswith("bias"):
+                *batch, heads, rows, keys = x.shape
+                group = min(heads, self.problem.group)
+                found[name] = x.reshape(*batch, heads // group, group, rows, keys)
+        return found
 
     def item(self, _: int, n: int) -> tuple[Index, AbstractContextManager]:
         """Return an item of work: a batch and its turn at shared sums."""
@@ -155,7 +166,9 @@ class Direct:
                     target[...] = part.reshape(target.shape)
 
     def _operand(self, name: str, array: ndarray) -> ndarray:
-        part = self.take(name, array).astype(self.dtype, copy=False)
+        part = self.take(name, array)
+        if part.dtype != self.dtype:
+            part = part.astype(self.dtype)
         return part if name[-1] not in "kv" or is_for_blas(part) else part.copy()  # of rows see `rows_of`
 
     def take(self, name: str, array: ndarray) -> ndarray:
@@ -185,20 +198,33 @@ class Direct:
         rows = source.reshape(*self.lead, self.rows, source.shape[-1])
         return rows if is_for_blas(rows) else rows.copy()
 
-    def products(self, out: str, keys: str, rows: ndarray) -> ndarray:
-        """Return k or v times rows of q or do, (..., keys, rows)."""
-        s, columns = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows), rows.swapaxes(-1, -2)
-        if self.rows >= _COPIED and self.problem.n_keys * self.rows * rows.shape[-1] <= SMALL_PRODUCT:
+    def products(self, out: str, keys: str, rows: ndarray, factor: float = 1.0) -> ndarray:
+        """Return k or v times rows of q or do, times a factor, (..., keys, rows)."""
+        s, columns, width = self.room(out), rows.swapaxes(-1, -2), rows.shape[-1]
+        scaled = factor != 1 and self.problem.n_keys > width  # rows, which are less than scores
+        if _is_copied(self.problem, width):
             copy = self.buffers.get("columns", *columns.shape)
-            np.copyto(copy, columns)
+            if scaled:
+                np.multiply(columns, factor, copy)
+            else:
+                np.copyto(copy, columns)  # in half the time
             columns = copy
-        return np.matmul(self.operands[keys], columns, s)
+        elif scaled:
+            columns = np.multiply(rows, factor, self.buffers.get("columns", *rows.shape)).swapaxes(-1, -2)
+        np.matmul(self.operands[keys], columns, s)
+        if factor != 1 and not scaled:
+            s *= factor
+        return s
+
+    def room(self, name: str) -> ndarray:
+        """Return a buffer for scores."""
+        return self.buffers.get(name, *self.lead, self.problem.n_keys, self.rows)
 
     def sum_of_products(self, out: str, terms: list[tuple[str, ndarray | None]]) -> ndarray:
         """Return a sum of products of k, v or their tangents with rows; those that are not there are 0."""
         there = [(keys, rows) for keys, rows in terms if keys in self.operands and rows is not None]
         if not there:
-            total = self.buffers.get(out, *self.lead, self.problem.n_keys, self.rows)
+            total = self.room(out)
             total.fill(0)
             return total
         total = self.products(out, *there[0])
@@ -219,6 +245,7 @@ class Direct:
             else:
                 out = np.empty(shape, self.dtype) if name in found else self.result(name, *shape)
                 made = product(weights.swapaxes(-1, -2) if of_rows else weights, data, out, careful=careful)
+            made = made.reshape(*self.heads, -1, width) if name[-1] == "q" else made
             found[name] = found[name] + made if name in found else made
         return found
 
@@ -243,10 +270,7 @@ class Direct:
 
     def scores(self, q: ndarray, *, careful: bool) -> ndarray:
         """Return the scores: algorithm 2, lines 10 and 11; what masks hide is not yet."""
-        few = self.problem.n_keys <= self.problem.head_dim  # then there are fewer scores to scale than queries
-        s = self.products("s", "k", q if few else np.multiply(q, self.task.factor, self.buffers.get("q", *q.shape)))
-        if few:
-            s *= self.task.factor
+        s = self.products("s", "k", q, self.task.factor)
         if self.cap is not None:
             self.cap(s)
         if self.task.score is not None:
@@ -350,32 +374,35 @@ class Direct:
 
     def _backward(self, *, careful: bool) -> dict[str, ndarray] | None:
         """Return the gradients and, if they are wanted, their tangents; None where care is needed."""
-        operands, weights = self.operands, row_weights(self.operands)
-        names = ("q", "do", "tq", "tdo")
-        rows = {name: self.rows_of(name, weights.empty) for name in names if name in operands}
-        q, do, tq, tdo = map(rows.get, names)
+        operands, weights, along = self.operands, row_weights(self.operands), self.task.along
+        q, do = self.rows_of("q", weights.empty), self.rows_of("do", weights.empty)
         p = self.probabilities(q, weights, careful=careful)
-        ds, tp, tds = self.products("ds", "v", do), None, None
+        ds, tds = self.products("ds", "v", do), None
         differentiate_scores(ds, p, self.to_scores(weights.delta), careful=careful)
-        if self.task.along:
-            tp, tds = self._tangents(rows, weights, p, ds, careful=careful)
-        results = self.weigh([("dv", p, do), ("tdv", tp, do), ("tdv", p, tdo)], careful=careful)
-        biases = {name: x for name, x in (("dbias", ds), ("tdbias", tds)) if name in self.task.results}
-        results |= {name: self.sum_bias(name, x) for name, x in biases.items()}
+        terms = [("dv", p, do)]
+        if along:
+            tq, tdo = (self.rows_of(name, weights.empty) if name in operands else None for name in ("tq", "tdo"))
+            tp, tds = self._tangents({"q": q, "do": do, "tdo": tdo}, weights, p, ds, careful=careful)
+            terms += [("tdv", tp, do), ("tdv", p, tdo)]
+        results = self.weigh(terms, careful=careful)
+        for name, x in (("dbias", ds), ("tdbias", tds)):
+            if name in self.task.results:
+                results[name] = self.sum_bias(name, x)
         if self.task.score is not None:
             of_heads = None if tds is None else self.by_head(tds)
             self.terms = self.stretch.differentiate(self.by_head(ds), self.slopes, 0, of_heads, self.moved)
         if self.cap is not None:
             self.cap.differentiate(ds, tds, careful=careful)
-        for x in (ds,) if tds is None else (ds, tds):
-            x *= self.task.factor
-        k, tk = operands["k"], operands.get("tk")
-        results |= self.weigh([("dk", ds, q), ("tdk", tds, q), ("tdk", ds, tq)], careful=careful)
-        of_rows = self.weigh([("dq", ds, k), ("tdq", tds, k), ("tdq", ds, tk)], careful=careful)
-        results |= {name: x.reshape(*self.heads, -1, self.problem.head_dim) for name, x in of_rows.items()}
-        # Of dv alone only sums of finite terms may be infinite then.
-        finite = careful or is_finite(*[results[name] for name in (("dq", "dk") if tds is None else results)])
-        return results if finite else None
+        ds *= self.task.factor
+        k = operands["k"]
+        terms = [("dk", ds, q), ("dq", ds, k)]
+        if along:
+            tds *= self.task.factor
+            terms += [("tdk", tds, q), ("tdk", ds, tq), ("tdq", tds, k), ("tdq", ds, operands.get("tk"))]
+        results |= self.weigh(terms, careful=careful)
+        # What is not a finite number shows in dq, unless a cap or a function made a finite score of it.
+        names = results if along else ("dq",) if self.cap is None and self.task.score is None else ("dq", "dk")
+        return results if careful or is_finite(*[results[name] for name in names]) else None
 
     def _tangents(
         self, rows: dict[str, ndarray], weights: RowWeights, p: ndarray, ds: ndarray, *, careful: bool

@@ -161,7 +161,7 @@ def bind(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
     for name, array in arrays.items():
         if array is None or name == "mask":
             continue
-        if not ScoreFunction.has(name):
+        if problem.score is None or not ScoreFunction.has(name):
             per_row = name in OF_ROWS
             array = _align(array if per_row or name.endswith("bias") else _contiguous_last(array), rank - per_row)
         found[name] = array

@@ -78,8 +78,9 @@ def differentiate(
         Of scores and their tangents, which it replaces: it returns the new ones, the derivative by scores, and the
         tangent of that.
 
-    noise : (callable, callable), optional
-        In place of rounding to `low`: what becomes of intermediate results, and of weights in products.
+    noise : (callable, callable, callable), optional
+        In place of rounding to `low`: what becomes of intermediate results, of weights in products, and of what these
+        sum up to over the keys.
 
     Returns
     -------
@@ -94,7 +95,7 @@ def differentiate(
            [1., 1.]], dtype=float128)
     """
     xp, work, plain = arithmetic(q, low)
-    rounded, short = noise or (plain, plain)
+    rounded, short, summed = noise or (plain, plain, plain)
     scale = work.type(q.shape[-1] ** -0.5 if scale is None else scale)
     seen, dead, empty = visibility(xp, q, k, v, visible, bias)
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
@@ -127,7 +128,7 @@ def differentiate(
         gap = rounded(ts - tlse[..., None])
         tp = short(p * gap)
         dropped, tdropped = short(p * z), short(tp * z)
-        o, to = rounded(dropped @ v), rounded(tdropped @ v + dropped @ tv)
+        o, to = summed(dropped @ v), summed(tdropped @ v + dropped @ tv)
         if do is None:
             return Derivatives(o, l, m, to, tlse, *[None] * 8, s, ts, None, None)
         do, tdo = (taken(y, empty, do) for y in (do, tdo))

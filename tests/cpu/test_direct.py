@@ -1,6 +1,9 @@
 """Whole heads for small problems (cuattn.cpu.direct), and results that nothing is computed for (cuattn.cpu.call)."""
 
 import math
+import platform
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -8,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuattn
+from cuattn.cpu import direct
 from cuattn.cpu.direct import is_small, layout
 from tests.cpu.problems import plain, problem_of
 from tests.cpu.sizes import tiled, whole_heads
 from tests.strategies import normal
 from tests.test_api import check
+from tests.tolerances import assert_same
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -124,3 +129,40 @@ def test_arrays_that_blas_does_not_read_in_place_give_its_bits(view, name):
         results += [*fwd[:3], *cuattn.backward(do, q, k, v, fwd)[:3]]
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("name", ["q", "k", "v", "do", "bias"])
+def test_what_is_not_finite_shows_in_dq(name, value, masked, monkeypatch):
+    """The gradients are those that care for what is hidden gives, wherever something is not a finite number."""
+    rng, mask = np.random.default_rng(0), np.tri(6, 5, dtype=bool) if masked else None
+    for place in np.ndindex(4, 3):
+        operands = dict(zip(("q", "k", "v"), arrays(1, 6, 4, n_keys=5), strict=True))
+        operands |= {"do": normal(rng, (1, 6, 4), FLOAT32), "bias": normal(rng, (1, 6, 5), FLOAT32)}
+        operands[name][(0, *place)] = value
+        q, k, v, do, bias = operands.values()
+        bias = bias if name == "bias" else None
+        fwd, found = cuattn.forward(q, k, v, mask=mask, bias=bias), []
+        for is_finite in (direct.is_finite, lambda *_: False):
+            monkeypatch.setattr(direct, "is_finite", is_finite)
+            found.append(cuattn.backward(do, q, k, v, fwd, mask=mask, bias=bias))
+        monkeypatch.undo()
+        assert_same(*found)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+def test_malloc_keeps_what_calls_take():
+    program = """
+import resource, numpy as np, cuattn
+q, k, v, do = np.random.default_rng(0).standard_normal((4, 512, 16, 32), np.float32)
+fwd = cuattn.forward(q, k, v)
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    before = faults()
+    for _ in range(10):
+        cuattn.backward(do, q, k, v, fwd)
+print(faults() - before)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 1000  # of 4 MB a call they would be as many in each
