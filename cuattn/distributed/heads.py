@@ -110,7 +110,7 @@ class Heads:
         """
         if self.inner == 1:
             return lambda: dict(found)
-        me, sends, recvs, later, sums = self._comm.rank, [], [], [], {}
+        me, sends, recvs, own, later, sums = self._comm.rank, [], [], [], [], {}
         in_rows = self._in_rows(found)
         results = {name: array for name, array in found.items() if is_shared(name)}
         for name in [name for name in found if name not in results]:
@@ -128,7 +128,7 @@ class Heads:
                 shape[axis - 1] *= self.inner
                 results[name] = out[name] if name in out else empty_like(mine, shape, mine.dtype)
                 rooms = {peer: self.own({name: results[name]}, peer)[name] for peer in self._parts}
-                add(rooms[me], mine)
+                own.append((rooms[me], mine))
             for peer in self._others:
                 expected = pieces(rooms[peer], rows, rows, axis, in_rows)
                 if expected is None:
@@ -138,6 +138,8 @@ class Heads:
                     later.append((rooms[peer], *expected))
                 recvs += [(peer, x) for x in expected]
         wait = start(self._comm, sends, recvs)
+        for copied in own:  # meanwhile
+            add(*copied)
 
         def finish() -> dict[str, Any]:
             wait()

@@ -20,12 +20,12 @@ from cuattn.plans import Plan, readable_bytes
 
 ALGORITHMS = ("needed", "ring", "heads", "2d", "combine", "gather")
 """In the order of preference where costs are equal; the last is used only if it is asked for."""
-_PARTS = (1, 2, 4, 8)
-_SHARDS = 2  # of keys beside its own, which a rank may hold of some heads at a time
-# Of a GPU and its host: seconds between two launches, and of a host's step; what a tile of rows has, for one of so many
-# multiprocessors; and how much longer some keys after the other take than all at once, as rows begin and end unrounded.
-_LAUNCH, _HOST, _TILE, _MULTIPROCESSORS, _SHORTER = 5e-5, 1.2e-4, 128, 132, 0.02
-_BY_ROWS = 0.12  # the same of rows that travel, in the backward
+_PARTS = (1, 2, 4)  # that heads which are exchanged are computed in, side by side
+_SHARDS = 2  # of keys beside its own, which a rank may hold at a time
+# Of a GPU and its host: seconds that a call and one more launch take, three times as many in the backward, and a host's
+# step; how much longer parts take than a whole; and of rows that travel, in the backward.
+_CALL, _LAUNCH, _HOST, _LONGER, _BY_ROWS = 1e-4, 8e-5, 1.2e-4, 0.03, 0.12
+_COPIES = 10  # times that a gradient's sums are read or written, where own keys and others' come at once
 _WHY = {
     "needed": "each rank is sent the keys that its rows see, from their owners in turn",
     "ring": "whole shards of keys in turn",
@@ -34,7 +34,7 @@ _WHY = {
     "combine": "rows travel, and partial results return to their owners",
     "gather": "all needed keys arrive before one local call",
 }
-_BY_HEADS = "each rank is sent the keys that its rows see, those of some heads while others are computed with"
+_IN_PARTS = "; some are exchanged while others are computed"
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,7 @@ class Cost:
     balance : float
         The largest load over the mean.
     parts : int
-        In how many parts heads are computed, one after the other, with all keys of each; 0: with the keys of one owner
-        after the other.
+        In how many parts heads are computed, with all keys at once; 0: with the keys of one owner after the other.
     """
 
     seconds: float
@@ -163,7 +162,7 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     inner : int, optional
         Ranks of a group, which exchange heads first.
     parts : int, optional
-        Of the heads, where all keys of one part arrive while another is computed.
+        Of the heads, which have all keys at once, and are exchanged while others are computed.
     """
     parts = 1 if algorithm == "gather" else parts
     ranks, axis = work.size, "row" if algorithm == "combine" else "key"
@@ -173,22 +172,21 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     there, back = (each / inner for each in size.travels(axis))
     islands = np.arange(ranks) * inner // max(rates.island, 1)
     links = np.where(islands[:, None] == islands, rates.link, rates.between)
+    shared, launch = rates.overlapped and ranks * inner > 1, _LAUNCH * (3 if size.backward else 1)
+    seconds = seconds * (1 + _LONGER * shared)
     if parts:
         travelling = (moved * (there + back) / links).sum(1) + parts * rates.latency
-        # The messages of all but the first and the last part; of a single one in rows that see own keys alone.
+        # Rows that see own keys alone are computed meanwhile, and the others by a launch of their own.
         alone = work.alone * (seconds.sum(1) / np.maximum(work.elements.sum(1), 1)) * (not size.backward)
-        hidden = np.minimum(alone, travelling) if parts == 1 else (1 - 1 / parts) * travelling
-        hidden = hidden * rates.overlapped
-        # At the end of each part multiprocessors wait for the last tile of rows, half of its time in the mean.
-        tile = seconds.sum(1) * _TILE * _MULTIPROCESSORS / np.maximum(rows * size.batch * size.heads, 1)
-        more = parts - 1 if parts > 1 else (alone > 0) & (travelling > rates.latency)
-        launched = _LAUNCH * (3 if size.backward else 1)
-        ends = travelling - hidden + np.maximum(seconds.sum(1) + more * (tile / 2 + launched), hidden)
+        hidden = np.minimum(alone, travelling) * rates.overlapped
+        more = (parts - 1) * _LAUNCH + ((alone > 0) & (travelling > parts * rates.latency)) * launch
+        adding = rows * size.backward * (moved.sum(1) > 0) * _COPIES * size.stays / inner / rates.memory
+        ends = travelling - hidden + np.maximum(seconds.sum(1) + more + adding, hidden)
     else:
         # A part to what there is, for all rows, or in the backward for those that see its keys.
         some = work.needs["row"].T if trimmed and size.backward and axis == "key" else np.tile(rows[:, None], ranks)
-        adding = some * 3 * size.stays / inner / rates.memory
-        longer = 1 + (_BY_ROWS if axis == "row" and size.backward else _SHORTER) * (rates.overlapped and ranks > 1)
+        adding = some * 3 * size.stays / inner / rates.memory + launch * shared
+        longer = 1 + (_BY_ROWS if axis == "row" and size.backward and ranks > 1 else 0) * shared
         ends, travelling = _timeline(seconds * longer, adding, moved * there / links, moved.T * back / links, rates)
     held = size.exchanged(rows.max(initial=0), max(work.lengths("key"), default=0)) / inner
     exchange = held * (inner - 1) / inner
@@ -197,7 +195,7 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     swap = shown / rates.link + copied + 2 * rates.latency if inner > 1 else 0.0
     last, loads = int(ends.argmax()), seconds.sum(1)
     steps_of_all = (parts or ranks) + 2 * (inner > 1)
-    total = max(float(ends[last]) + swap, _HOST * (2 + steps_of_all) if rates.overlapped else 0.0)
+    total = max(float(ends[last]) + swap + _CALL * shared, _HOST * (2 + steps_of_all) if rates.overlapped else 0.0)
     return Cost(
         total,
         float(loads[last]),
@@ -313,7 +311,9 @@ class DistributedPlan:
 
 
 def _why(chosen: str, parts: int) -> str:
-    return _BY_HEADS if parts > 1 else _WHY["gather" if parts else chosen]
+    if parts > 1:
+        return _WHY[chosen] + _IN_PARTS
+    return _WHY["gather" if parts and chosen == "needed" else chosen]
 
 
 def planned(options: Options, chosen: str, asked: bool, size: Size, ranks: int, local: Plan) -> DistributedPlan:
@@ -369,10 +369,9 @@ def options_of(
         work = work_of(grouped(rows, group), grouped(keys, group), visible)
         most = float((work.needs["key"] * (1 - np.eye(work.size))).sum(1).max(initial=0))
         room = _SHARDS * max(work.lengths("key"), default=0)
-        parts = [0]
-        if name in ("needed", "heads"):
-            fitting = (n for n in _PARTS if slices % (n * group) == 0)
-            parts += [n for n in fitting if min(n, 2) * most <= room * n]  # two at a time
+        parts = [0, *[1] * (name == "needed" and most <= room)]
+        if name == "heads":
+            parts = [n for n in _PARTS if n == 1 or slices % (n * group) == 0]
         costs = [cost(name, work, size, rates, group, n) for n in parts]
         found[name] = min(costs, key=lambda each: each.seconds), group
     return found

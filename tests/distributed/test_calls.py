@@ -150,7 +150,7 @@ def test_rows_that_see_own_keys_alone(options, dropout, monkeypatch):
     replayed = {key: x for key, x in options.items() if key != "rng"}
     grads = cuattn.backward(given[3], *given[:3], fwd, enable_gqa=True, **replayed)
     for algorithm in ("gather", "ring", "needed"):
-        with mock.patch.object(model, "_PARTS", () if algorithm == "needed" else model._PARTS):
+        with mock.patch.object(model, "_SHARDS", -1 if algorithm == "needed" else model._SHARDS):
             model.options_of.cache_clear()
             found = spawn(lambda comm, a=algorithm: together(comm, given, layout, options, algorithm=a), ranks=2)
         model.options_of.cache_clear()

@@ -102,17 +102,18 @@ def test_plans_print_and_agree():
     assert [p.direction for p in first] == ["forward", "backward"]
 
 
-def test_keys_of_some_heads_arrive_meanwhile_where_memory_allows():
+def test_all_keys_at_once_where_memory_allows_and_heads_in_parts():
     n = 1 << 17
 
-    def found(ranks, slices, backward=False, rates=H200):
-        layout, size = Layout.contiguous(n, ranks), Size(backward, 1, 32, 8, 128, 128, 2, 4)
-        return options_of(layout, layout, None, size, rates, 1, slices)
+    def found(ranks, slices, backward=False, rates=H200, groups=32):
+        layout, size = Layout.contiguous(n, ranks), Size(backward, 1, 32, groups, 128, 128, 2, 4)
+        return options_of(layout, layout, None, size, rates, groups, slices)
 
-    assert least(found(2, 8)) == least(found(2, 8, True)) == "needed"
-    assert found(2, 8)["needed"][0].parts == found(2, 1)["needed"][0].parts == 1
-    assert found(4, 1)["needed"][0].parts == 0  # three shards of keys are too many
-    assert found(4, 8)["needed"][0].parts > 2  # of which each but the first arrives meanwhile
-    slow = Rates(6e14, 1e10, 1e10, 4e12, 2e-5, 8, overlapped=True)
-    whole, parts = found(4, 8, rates=slow)["gather"][0], found(4, 8, rates=slow)["needed"][0]
-    assert parts.waiting < whole.waiting and parts.received == whole.received
+    assert found(4, 32)["needed"][0].parts == 0  # three shards of keys are too many
+    some, whole = (found(2, slices, backward=True)["heads"][0] for slices in (32, 1))
+    assert some.parts == 4 and whole.parts == 1  # of which each but the first is exchanged meanwhile
+    assert some.waiting < whole.waiting and some.received == whole.received
+    assert found(2, 4, backward=True)["heads"][0].parts == 2  # a part has heads of each rank
+    slow = Rates(6e14, 1e9, 1e9, 4e12, 2e-5, 8, overlapped=True)
+    hidden = found(2, 1, rates=slow)
+    assert hidden["needed"][0].parts == 0 and hidden["gather"][0].parts == 1
