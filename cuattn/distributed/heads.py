@@ -132,9 +132,7 @@ class Heads:
             for peer in self._others:
                 expected = pieces(rooms[peer], rows, rows, axis, in_rows)
                 if expected is None:
-                    expected = [
-                        rooms[peer] if rooms[peer].flags.c_contiguous else empty_like(mine, mine.shape, mine.dtype)
-                    ]
+                    expected = [empty_like(mine, mine.shape, mine.dtype)]
                     later.append((rooms[peer], *expected))
                 recvs += [(peer, x) for x in expected]
         wait = start(self._comm, sends, recvs)
@@ -143,9 +141,8 @@ class Heads:
 
         def finish() -> dict[str, Any]:
             wait()
-            for room, piece in later:
-                if piece is not room:
-                    add(room, piece)
+            for copied in later:
+                add(*copied)
             return results | {name: total(each) for name, each in sums.items()}
 
         return finish
