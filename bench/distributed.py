@@ -11,7 +11,8 @@ row, as a program makes them, as take 50 ms.  Its efficiency is one GPU's time o
 that of all, times their number; the GPU is the slowest of them while all are busy.  Beside it stands what the model
 predicts from this run's rates: the kernel's on one GPU, and the link's, with a message of 256 MB.  Its memory is what
 the rank with most of it has beyond operands, results and the workspace of one local call, also as a share of what is
-allowed: two pairs of (k, v) and a float32 o, in the backward two float32 pairs of (dk, dv) more.
+allowed: two pairs of (k, v) and a float32 o, in the backward two float32 pairs of (dk, dv) more.  Results are compared
+with one GPU's first.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ MASKS = ("full", "causal", "causal_document", "document", "window")
 MESSAGE = 256 << 20
 LONG = 1 << 19  # from here on one call is timed, without peers
 _TOGETHER = 0.05  # seconds that calls of a sample take, at least
+_ERROR = 2.0**-6  # of the largest number, that results of 16 bits may differ by
 
 
 class Case(NamedTuple):
@@ -215,6 +217,8 @@ def together(comm: Any, case: Case, device: str, seconds: float) -> dict[str, An
         def call() -> Any:
             return distributed.backward(do, q, k, v, fwd, **placing, **options, **exact)
 
+    if case.n < LONG:
+        agreed(comm, lambda: check(comm, case, layout, (q, k, v, do), call()))
     plan = distributed.plan(q, k, v, direction=case.direction, **placing, **options)
     spent = samples(call, comm, device, seconds, case.n)
     found = {
@@ -230,6 +234,21 @@ def together(comm: Any, case: Case, device: str, seconds: float) -> dict[str, An
     local = functools.partial(one.backward, fwd) if case.direction == "backward" else one.forward
     extra = max(comm.allgather(held(call, device) - held(local, device)))
     return found | {"extra_bytes": extra, "extra_share": round(extra / allowed(case, layout, q.itemsize), 3)}
+
+
+def check(comm: Any, case: Case, layout: Layout, mine: Sequence[Any], found: Any) -> None:
+    """Compare this rank's results with one device's, of the same problem."""
+    q, k, v, do = (layout.unshard(x, comm) for x in mine)
+    options, exact = case.options(), {"deterministic": True} if case.exact else {}
+    right = cuattn.forward(q, k, v, **options, **({"rng": 1} if case.dropout else {}))
+    names = ("o",)
+    if case.direction == "backward":
+        right, names = cuattn.backward(do, q, k, v, right, **options, **exact), ("dq", "dk", "dv")
+    for name in names:
+        other = layout.shard(getattr(right, name), comm.rank).astype(np.float32)
+        error, size = (float(abs(x).max()) for x in (getattr(found, name).astype(np.float32) - other, other))
+        if not error <= _ERROR * size:
+            raise AssertionError(f"{name} differs from one device's by {error:g}, of {size:g}")
 
 
 def held(call: Any, device: str) -> int:

@@ -17,9 +17,10 @@ import numpy as np
 from cuattn.distributed.comm import Deadline, DistributedError, Messages
 
 LONGEST = 1 << 14  # bytes of a message
-_SLOTS = 32  # messages from one rank to another that are not taken yet
+_SLOTS = 16  # messages from one rank to another that are not taken yet
 _HEAD = 3  # words in front of a message: its number, its bytes, and a check of both and of what it says
 _WORD = 8
+_BLOCK = 1 << 20
 _ENDED = -1  # in the place of a process's number
 _SLOT = _HEAD * _WORD + LONGEST
 
@@ -54,7 +55,7 @@ class Mailbox:
 
     @staticmethod
     def bytes_of(size: int) -> int:
-        """Return how much memory so many ranks share; what no message has touched takes none."""
+        """Return how much memory so many ranks share."""
         return size * (1 + size) * _WORD + size * size * _SLOTS * _SLOT
 
     def begin(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
@@ -137,6 +138,8 @@ def shared(rank: int, size: int, timeout: float, allgather: Callable[[Any], list
 
     The file is gone once all have opened it.
     """
+    if os.name != "posix":  # elsewhere nobody is asked whether a process is there
+        return None
     place, memory = _place(), None
     path = allgather(str(place / f"cuattn-{uuid.uuid4().hex}"))[0]
     for maker in (True, False):
@@ -159,8 +162,9 @@ def _mapped(path: str, size: int) -> mmap.mmap:
     flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if size else 0)
     file = os.open(path, flags, 0o600)
     try:
-        if size:
-            os.truncate(file, size)
+        written = 0
+        while written < size:  # which fails where memory is short, as a page that is touched later would not
+            written += os.write(file, bytes(min(_BLOCK, size - written)))
         return mmap.mmap(file, os.fstat(file).st_size)
     finally:
         os.close(file)
