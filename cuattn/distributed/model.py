@@ -23,8 +23,9 @@ ALGORITHMS = ("needed", "ring", "heads", "2d", "combine", "gather")
 _PARTS = (1, 2, 4)  # that heads which are exchanged are computed in, side by side
 _SHARDS = 2  # of keys beside its own, which a rank may hold at a time
 # Of a GPU and its host: seconds that a call and one more launch take, three times as many in the backward, and a host's
-# step; how much longer parts take than a whole; and of rows that travel, in the backward.
-_CALL, _LAUNCH, _HOST, _LONGER, _BY_ROWS = 1e-4, 8e-5, 1.2e-4, 0.03, 0.12
+# step; rows of a tile, and multiprocessors, which wait half a tile's time where a launch ends.
+_CALL, _LAUNCH, _HOST, _TILE, _MULTIPROCESSORS = 1e-4, 8e-5, 1.2e-4, 128, 132
+_BY_ROWS = 0.12  # how much longer rows that travel take, in the backward
 _COPIES = 10  # times that a gradient's sums are read or written, where own keys and others' come at once
 _WHY = {
     "needed": "each rank is sent the keys that its rows see, from their owners in turn",
@@ -173,11 +174,13 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     islands = np.arange(ranks) * inner // max(rates.island, 1)
     links = np.where(islands[:, None] == islands, rates.link, rates.between)
     shared, launch = rates.overlapped and ranks * inner > 1, _LAUNCH * (3 if size.backward else 1)
-    seconds = seconds * (1 + _LONGER * shared)
+    loads = seconds.sum(1)
+    end = shared * _TILE * _MULTIPROCESSORS * inner / (2 * np.maximum(rows * size.batch * size.heads, 1))
+    seconds = seconds * (1 + end[:, None])
     if parts:
         travelling = (moved * (there + back) / links).sum(1) + parts * rates.latency
         # Rows that see own keys alone are computed meanwhile, and the others by a launch of their own.
-        alone = work.alone * (seconds.sum(1) / np.maximum(work.elements.sum(1), 1)) * (not size.backward)
+        alone = work.alone * (loads / np.maximum(work.elements.sum(1), 1)) * (not size.backward)
         hidden = np.minimum(alone, travelling) * rates.overlapped
         more = (parts - 1) * _LAUNCH + ((alone > 0) & (travelling > parts * rates.latency)) * launch
         adding = rows * size.backward * (moved.sum(1) > 0) * _COPIES * size.stays / inner / rates.memory
@@ -193,7 +196,7 @@ def cost(algorithm: str, work: Work, size: Size, rates: Rates, inner: int = 1, p
     copied = 2 * held / inner / rates.memory  # what is this rank's own of both
     shown = exchange / (max(parts, 1) if rates.overlapped else 1)  # the first part's arrays, and the last one's results
     swap = shown / rates.link + copied + 2 * rates.latency if inner > 1 else 0.0
-    last, loads = int(ends.argmax()), seconds.sum(1)
+    last = int(ends.argmax())
     steps_of_all = (parts or ranks) + 2 * (inner > 1)
     total = max(float(ends[last]) + swap + _CALL * shared, _HOST * (2 + steps_of_all) if rates.overlapped else 0.0)
     return Cost(
