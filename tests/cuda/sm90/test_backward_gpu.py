@@ -431,6 +431,26 @@ def test_unrounded_gradients(name):
         assert b.dtype == np.float32 and b.astype(a.dtype).get().tobytes() == a.get().tobytes()
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        sized("one head of keys", 1500, 1500, 128, batch=(1,), heads=16, kv_heads=1),
+        sized("slices of rows", 3000, 1000, 64, batch=(1,), heads=4, kv_heads=4),
+        sized("d 256", 1200, 1200, 256, batch=(1,), heads=8, kv_heads=8),
+        sized("short", 200, 300, 64, batch=(10,), heads=30, kv_heads=30),
+        sized("causal", 2000, 2000, 128, batch=(1,), heads=9, kv_heads=9, options={"is_causal": True}),
+        sized("one key tile", 2000, 100, 128, batch=(1,), heads=9, kv_heads=9),
+    ],
+    ids=lambda case: case.name,
+)
+def test_unrounded_gradients_of_every_plan(case):
+    """Whoever adds them up, in whatever order."""
+    backward = prepared(made(case))
+    for a, b in zip(backward()[:3], backward(out_dtype=np.float32)[:3], strict=True):
+        largest = float(abs(b).max())
+        assert b.dtype == np.float32 and float(abs(a.astype(np.float32) - b).max()) <= 2**-7 * largest
+
+
 def test_unrounded_gradients_of_key_tiles_that_blocks_share():
     """Those of the last round leave by the launch that converts dq."""
     case = sized("shared tiles", 2000, 2000, 128, batch=(1,), heads=9, kv_heads=9)
