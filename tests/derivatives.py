@@ -20,7 +20,8 @@ class Known:
     """The exact results, the textbook's, and what moving the operands by a rounding does to the exact ones.
 
     No algorithm in the sums' precision knows any number on the way to better than to a few roundings of it, nor scores
-    to better than as if q and k were moved by some; and weights that are multiplied in 16 bits to a rounding of these.
+    to better than as if q and k were moved by some, as many as a sum over their columns has; and weights that are
+    multiplied in 16 bits to a rounding of these.
     o and its tangent are known to the roundings of both sums over the keys, l and their own, as those of
     :func:`tests.oracle.floors`; through o so are the gradients.
     Capped scores of 16-bit inputs may be cap - 2 cap / (1 + e^2x), as :func:`tests.oracle.floors` has them, too.
@@ -50,11 +51,15 @@ class Known:
             return x * (1 + unit * (1 - 2 * (next(numbers) >> sample // 2 & 1)))  # no two arrays alike in all samples
 
         of_o = max(8, 2 * roundings(arrays["k"].shape[-2])) * self.sums  # a sum over the keys, divided by another
+        of_s = max(8, roundings(arrays["q"].shape[-1])) * self.sums
         units = 8 * self.sums, max(8 * self.sums, eps(self.dtype)), of_o  # weights of 16 bits are rounded for products
         for sample in range(samples):  # every second time an array's numbers move alike, as equal numbers do
             numbers = itertools.count()
             noise = [functools.partial(moved, unit=unit, sample=sample) for unit in units]
-            near = {name: x if x is None else noise[0](x.astype(wide)) for name, x in arrays.items()}
+            near = {
+                name: x if x is None else moved(x.astype(wide), of_s if name in ("q", "k") else units[0], sample)
+                for name, x in arrays.items()
+            }
             if options.get("softcap") is not None and eps(self.dtype) > self.sums:
                 unit, shape = 2 * options["softcap"] * self.sums, (*near["q"].shape[:-1], near["k"].shape[-2])
                 off = unit * rng.choice((-1, 1), shape)

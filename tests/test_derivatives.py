@@ -120,6 +120,19 @@ def test_equal_numbers_are_known_to_the_roundings_of_two_sums(n, dtype):
                 known.check([name], [x])
 
 
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), FLOAT64])
+def test_scores_of_equal_numbers_are_known_to_the_roundings_of_their_sum(dtype):
+    d = 256
+    for a, b in np.random.default_rng(0).uniform(0.5, 2, (20, 2)).astype(dtype):
+        q, k, v = np.full((1, 3, d), a), np.full((1, 5, d), b), np.ones((1, 5, 8), dtype)
+        known = Known({"q": q, "k": k, "v": v, "do": None}, {"scale": 1.0}, samples=4)
+        size, m = known.moved["m"] / (known.sums * d * float(a) * float(b)), np.cumsum(np.full(d, a * b))[-1]
+        assert 32 <= size <= 2 * 32 + 16  # of q and of k, and a few of the product itself
+        known.check(["m"], [np.full((1, 3), m, dtype)])
+        with pytest.raises(AssertionError, match="m: error"):
+            known.check(["m"], [np.full((1, 3), m * dtype.type(1 + 3 * size * known.sums), dtype)])
+
+
 @settings(max_examples=10)
 @given(case=cases(plain=True, mask_kinds=("none",)), cut=st.floats(0, 1), seed=st.none() | st.integers(0, 9))
 def test_merged_jvps_of_shards_are_the_whole(xp, case, cut, seed):
