@@ -48,7 +48,9 @@ class Known:
         def moved(x, unit, sample):
             if sample % 2 == 0:
                 return x * (1 + unit * rng.choice((-1, 1), np.shape(x)))
-            return x * (1 + unit * (1 - 2 * (next(numbers) >> sample // 2 & 1)))  # no two arrays alike in all samples
+            # No two arrays move alike in all samples; neighbours, as P and the sum of its products, do in two of three.
+            number = next(numbers)
+            return x * (1 + unit * (1 - 2 * ((number ^ number >> 1) >> sample // 2 & 1)))
 
         of_o = max(8, 2 * roundings(arrays["k"].shape[-2])) * self.sums  # a sum over the keys, divided by another
         of_s = max(8, roundings(arrays["q"].shape[-1])) * self.sums
