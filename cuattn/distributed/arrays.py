@@ -136,7 +136,7 @@ def pieces(array: Any, whole: Runs, runs: Runs, axis: int, in_rows: bool) -> lis
 def messages(array: Any, whole: Runs, runs: Runs, axis: int, in_rows: bool) -> list[Any]:
     """Return the messages that take some runs of an array to another rank: each is contiguous, or in rows that are."""
     found = pieces(array, whole, runs, axis, in_rows)
-    if found is not None and all(x.flags.c_contiguous or (in_rows and _is_in_rows(x)) for x in found[:1]):
+    if found is not None and (not found or found[0].flags.c_contiguous or (in_rows and _is_in_rows(found[0]))):
         return found
     copy = taken(array, whole, runs, axis)
     return [copy] if found is None else pieces(copy, runs, runs, axis, in_rows) or []
@@ -185,14 +185,22 @@ class Rooms:
         room = like(own, axis, every)
         for source, mine in runs.items():
             if source == self._me:
-                self._own.append((room, every, own, mine, axis, held))
-                continue
-            expected = pieces(room, every, mine, axis, self._in_rows)
-            if expected is None:
-                expected = [room if mine == every else like(own, axis, mine)]
-                self._later += [(room, every, expected[0], mine, axis)] * (mine != every)
-            self.recvs += [(source, x) for x in expected]
+                self.keep(room, every, own, mine, axis, held)
+            else:
+                self.expect(source, room, every, mine, axis)
         return room
+
+    def keep(self, *copied: Any) -> None:
+        """Let arguments of :func:`put` wait until messages have begun: this rank's own."""
+        self._own.append(copied)
+
+    def expect(self, source: int, room: Any, whole: Runs, runs: Runs, axis: int) -> None:
+        """Expect a rank's messages with some runs of an array that holds those of `whole`."""
+        found = pieces(room, whole, runs, axis, self._in_rows)
+        if found is None:
+            found = [room if runs == whole and room.flags.c_contiguous else like(room, axis, runs)]
+            self._later += [(room, whole, found[0], runs, axis)] * (found[0] is not room)
+        self.recvs += [(source, x) for x in found]
 
     def start(self, comm: Comm, sends: Sequence[tuple[int, Any]]) -> Callable[[], None]:
         """Begin to exchange; copy meanwhile what this rank has; return what waits for the rest."""

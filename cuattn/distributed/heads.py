@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cuattn.distributed.arrays import Rooms, messages, part, pieces
+from cuattn.distributed.arrays import Rooms, messages, part
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout, grouped
-from cuattn.distributed.tape import Described, add, empty_like, start
+from cuattn.distributed.tape import Described, add, empty_like
 from cuattn.distributed.walk import OF_KEYS, axis_of
 from cuattn.distributed.whole import Whole
 
@@ -110,39 +110,31 @@ class Heads:
         """
         if self.inner == 1:
             return lambda: dict(found)
-        me, sends, recvs, own, later, sums = self._comm.rank, [], [], [], [], {}
-        in_rows = self._in_rows(found)
-        results = {name: array for name, array in found.items() if is_shared(name)}
+        me, sends, sums, in_rows = self._comm.rank, [], {}, self._in_rows(found)
+        rooms, results = Rooms(me, in_rows), {name: array for name, array in found.items() if is_shared(name)}
         for name in [name for name in found if name not in results]:
-            array = found[name]
-            axis, layout, like = axis_of(name), self._layout(name), whole.get(name)
+            array, axis, layout, like = found[name], axis_of(name), self._layout(name), whole.get(name)
             rows, every = layout.rows(me), self.layouts[_dealt_with(name)].rows(self.index)
             for peer in self._others:
                 sends += [(peer, x) for x in messages(array, every, layout.rows(peer), axis, in_rows)]
             mine = part(array, every, rows, axis)
             if like is not None and (like.ndim < 3 or like.shape[-3] == 1):
-                rooms = {peer: mine if peer == me else empty_like(mine, mine.shape, mine.dtype) for peer in self._parts}
-                sums[name] = [*rooms.values()]
+                places = {
+                    peer: mine if peer == me else empty_like(mine, mine.shape, mine.dtype) for peer in self._parts
+                }
+                sums[name] = [*places.values()]
             else:
                 shape = list(mine.shape)
                 shape[axis - 1] *= self.inner
                 results[name] = out[name] if name in out else empty_like(mine, shape, mine.dtype)
-                rooms = {peer: self.own({name: results[name]}, peer)[name] for peer in self._parts}
-                own.append((rooms[me], mine))
+                places = {peer: self.own({name: results[name]}, peer)[name] for peer in self._parts}
+                rooms.keep(places[me], rows, mine, rows, axis)
             for peer in self._others:
-                expected = pieces(rooms[peer], rows, rows, axis, in_rows)
-                if expected is None:
-                    expected = [empty_like(mine, mine.shape, mine.dtype)]
-                    later.append((rooms[peer], *expected))
-                recvs += [(peer, x) for x in expected]
-        wait = start(self._comm, sends, recvs)
-        for copied in own:  # meanwhile
-            add(*copied)
+                rooms.expect(peer, places[peer], rows, rows, axis)
+        wait = rooms.start(self._comm, sends)
 
         def finish() -> dict[str, Any]:
             wait()
-            for copied in later:
-                add(*copied)
             return results | {name: total(each) for name, each in sums.items()}
 
         return finish

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuattn.distributed.arrays import Rooms, local, merged, messages, part, pieces, put, taken, without
+from cuattn.distributed.arrays import Rooms, local, merged, messages, part, put, taken, without
 from cuattn.distributed.comm import Comm
 from cuattn.distributed.layout import Layout
 from cuattn.distributed.whole import Whole
@@ -225,8 +225,7 @@ class Walk(ABC):
                 results.append((client, runs, {name: self._room(name, runs, client) for name in self.returned}))
         for client, runs, arrays in results:
             for name, room in arrays.items():
-                found = pieces(room, runs, runs, axis_of(name), self._in_rows)
-                rooms.recvs += [(client, x) for x in ([room] if found is None else found)]
+                rooms.expect(client, room, runs, runs, axis_of(name))
         sends, rooms.recvs = ([(team.ranks[peer], x) for peer, x in pairs] for pairs in (sends, rooms.recvs))
         wait = rooms.start(team.comm, sends)
 
